@@ -1,0 +1,171 @@
+"""Backend: what a forward may do, an operator a method.
+
+The decoder is written once against this protocol. An operator takes and returns *handles*: the torch backend's are
+tensors and it runs each operator at once; a recording backend's are symbols, so the decoder never branches on a
+value, and never asks a handle for anything. The rows of a handle are the step's tokens [T] or, after `select_rows`,
+the rows that want logits [Q]; what the step holds (tokens, positions, cache slots) the backend knows by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from serried.backends.step import StepInput
+from serried.kv.cache import CacheShape
+from serried.parallel.comm import Communicator
+from serried.parallel.reduction import ReductionPlan, Span
+from serried.weights.checkpoint import Array
+from serried.weights.spec import Kind, Parameter
+
+Handle = Any
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One layer's attention on one rank.
+
+    layer: its index among this rank's layers, and so in the cache. kv_map: for each local query head, the local KV
+    head that it reads. scale: what q . k is multiplied with.
+    """
+
+    layer: int
+    query_heads: int
+    kv_heads: int
+    kv_map: tuple[int, ...]
+    head_dim: int
+    scale: float
+    norm_eps: float
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """cos and sin of every position up to the longest sequence: float32 [positions, head_dim / 2], as handles."""
+
+    cos: Handle
+    sin: Handle
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The unreduced output of a row-parallel linear: this rank's nodes, and what it takes to make them a result.
+
+    nodes: float32 [T, own nodes, outputs]. bias: added once, after the fold.
+    """
+
+    nodes: Handle
+    plan: ReductionPlan
+    comm: Communicator
+    bias: Parameter | None
+
+
+class Destination(Protocol):
+    """Memory for one parameter, filled by the loader piece by piece."""
+
+    def write(self, row: int, values: Array) -> None:
+        """Store [rows] or [rows, columns] from `row` on; values are rounded to the backend's dtype."""
+        ...
+
+    def finish(self) -> Handle:
+        """The handle, once everything is written."""
+        ...
+
+
+class Program(Protocol):
+    """A forward, ready to run again and again."""
+
+    def run(self, step: StepInput) -> npt.NDArray[np.float32] | None:
+        """Run one step: the logits [Q, vocabulary] on the rank that gathers them, None elsewhere."""
+        ...
+
+
+class Backend(Protocol):
+    """The operators, and the few calls around them. T tokens, Q rows that want logits."""
+
+    name: str
+    dtype: str
+
+    def destination(self, shape: tuple[int, ...], kind: Kind) -> Destination:
+        """Room for a parameter of this rank: `linear` and `embedding` in the backend's dtype, `vector` in float32."""
+        ...
+
+    def constant(self, values: npt.NDArray[np.float32]) -> Handle:
+        """A float32 table that no checkpoint holds."""
+        ...
+
+    def allocate_cache(self, shape: CacheShape) -> None:
+        """Make the KV cache that `attention` writes and reads; its contents are undefined until written."""
+        ...
+
+    def compile(self, forward: Callable[[Backend], Handle]) -> Program:
+        """Make a program of a forward."""
+        ...
+
+    def embed(self, weight: Parameter, rows: Span, comm: Communicator) -> Handle:
+        """Embeddings of the step's tokens, each from the rank that owns its row: float32 [T, hidden]."""
+        ...
+
+    def norm(self, x: Handle, weight: Parameter, eps: float) -> Handle:
+        """RMSNorm of the float32 residual stream: [T, hidden] in the backend's dtype."""
+        ...
+
+    def reduce(self, partial: Partial) -> Handle:
+        """Fold a row-parallel linear's nodes over the ranks, add the bias: float32 [T, outputs]."""
+        ...
+
+    def reduce_add_norm(
+        self, partial: Partial, residual: Handle, weight: Parameter, eps: float
+    ) -> tuple[Handle, Handle]:
+        """reduce, add to the residual, RMSNorm: (normalized [T, hidden] in the backend's dtype, new residual)."""
+        ...
+
+    def linear(self, x: Handle, weight: Parameter, bias: Parameter | None) -> Handle:
+        """x @ weight.T + bias: [T, inputs] -> [T, own outputs]."""
+        ...
+
+    def linear_nodes(self, x: Handle, weight: Parameter, plan: ReductionPlan, rank: int) -> Handle:
+        """x @ weight.T, not summed beyond this rank's nodes: [T, own inputs] -> float32 [T, own nodes, outputs]."""
+        ...
+
+    def activation(self, x: Handle, name: str) -> Handle:
+        """An activation, elementwise."""
+        ...
+
+    def gated_activation(self, gate_up: Handle, name: str) -> Handle:
+        """activation(gate) * up, of [T, gate | up]."""
+        ...
+
+    def attention(
+        self,
+        qkv: Handle,
+        spec: AttentionSpec,
+        rope: RopeTable,
+        q_norm: Parameter | None,
+        k_norm: Parameter | None,
+    ) -> Handle:
+        """Causal attention over the paged cache: [T, q | k | v heads] -> [T, query heads * head_dim].
+
+        q and k are normalized head by head (where there are norms), rotated and rounded; k and v are written to the
+        step's cache slots; then everything is read from the cache.
+        """
+        ...
+
+    def columns(self, x: Handle, span: Span) -> Handle:
+        """A range of columns."""
+        ...
+
+    def all_gather_columns(self, x: Handle, comm: Communicator, parts: Sequence[int]) -> Handle:
+        """The columns of all ranks side by side."""
+        ...
+
+    def select_rows(self, x: Handle) -> Handle:
+        """The rows that want logits: [T, ...] -> [Q, ...]."""
+        ...
+
+    def gather_logits(self, x: Handle, comm: Communicator, parts: Sequence[int], to_all: bool) -> Handle:
+        """float32 [Q, own vocabulary] -> [Q, vocabulary] on rank 0 (or on all ranks)."""
+        ...

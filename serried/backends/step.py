@@ -1,0 +1,48 @@
+"""StepInput: everything that a forward needs to know besides weights and cache, as flat int32 arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """The tokens of one step, of all its sequences in one row; prefill and decode mixed.
+
+    tokens, positions, slots: [T] token ids, positions in their sequences, cache slots (block * block size + offset)
+    that their K and V go to.
+    row_starts: [R + 1] where each sequence's tokens begin in T. kv_lens: [R] how many positions of each sequence the
+    cache holds once this step's are written.
+    block_starts: [R + 1] where each sequence's blocks begin in `blocks`, its block table: [B] cache blocks in order.
+    logit_rows: [Q] the rows of T whose logits are wanted, ascending.
+    """
+
+    tokens: Int32
+    positions: Int32
+    slots: Int32
+    row_starts: Int32
+    kv_lens: Int32
+    block_starts: Int32
+    blocks: Int32
+    logit_rows: Int32
+
+    def pack(self) -> Int32:
+        """All arrays in one: their sizes, then their contents. What the ranks are sent."""
+        arrays = [getattr(self, field.name) for field in fields(self)]
+        return np.concatenate([np.array([a.size for a in arrays], np.int32), *arrays])
+
+    @classmethod
+    def unpack(cls, flat: Int32) -> StepInput:
+        """The inverse of pack."""
+        count = len(fields(cls))
+        edges = count + np.concatenate([[0], np.cumsum(flat[:count])])
+        return cls(*(flat[edges[i] : edges[i + 1]] for i in range(count)))
+
+    @property
+    def requests(self) -> int:
+        return int(self.kv_lens.size)

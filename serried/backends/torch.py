@@ -1,0 +1,255 @@
+"""The torch backend: each operator runs at once. The readable reference, and the way to CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from serried.backends.base import AttentionSpec, Backend, Partial, RopeTable
+from serried.backends.step import Int32, StepInput
+from serried.kv.cache import CacheShape
+from serried.parallel.comm import Communicator
+from serried.parallel.reduction import ReductionPlan, Span
+from serried.weights.checkpoint import Array
+from serried.weights.spec import Kind, Parameter
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def to_tensor(array: Array) -> torch.Tensor:
+    """A tensor over the memory of a NumPy array; bfloat16 (which torch cannot take from NumPy) too."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+class _Destination:
+    """A NumPy array that becomes the tensor: rounding to bfloat16 happens on assignment."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[np.generic], device: torch.device) -> None:
+        self._array = np.empty(shape, dtype)
+        self._device = device
+
+    def write(self, row: int, values: Array) -> None:
+        self._array[row : row + values.shape[0]] = values
+
+    def finish(self) -> torch.Tensor:
+        return to_tensor(self._array).to(self._device)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step's inputs as tensors, and what several layers ask of them."""
+
+    inputs: StepInput
+    block_size: int
+    device: torch.device
+
+    def _long(self, array: Int32) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(self.device)
+
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        return self._long(self.inputs.tokens)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        return self._long(self.inputs.positions)
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        return self._long(self.inputs.slots)
+
+    @cached_property
+    def logit_rows(self) -> torch.Tensor:
+        return self._long(self.inputs.logit_rows)
+
+    @cached_property
+    def sequences(self) -> list[tuple[slice, torch.Tensor]]:
+        """For each sequence its rows of T, and the cache slots of its positions in order."""
+        s = self.inputs
+        result = []
+        for r in range(s.requests):
+            blocks = s.blocks[s.block_starts[r] : s.block_starts[r + 1]]
+            offsets = np.arange(self.block_size, dtype=np.int32)
+            slots: Int32 = (blocks[:, None] * np.int32(self.block_size) + offsets).ravel()
+            rows = slice(int(s.row_starts[r]), int(s.row_starts[r + 1]))
+            result.append((rows, self._long(slots[: s.kv_lens[r]])))
+        return result
+
+
+class TorchBackend:
+    """Operators in PyTorch. Handles are tensors; the residual stream and what comes out of a fold are float32.
+
+    In float32 on a CPU a row-parallel linear sums leaf by leaf, so that the reduction tree is kept; in bfloat16 or on
+    CUDA each node is one product (rounding every leaf to bfloat16 would cost accuracy, and small products cost speed).
+    """
+
+    name = "torch"
+
+    def __init__(self, dtype: str, device: str = "cpu", threads: int | None = None) -> None:
+        self.dtype = dtype
+        self._dtype = DTYPES[dtype]
+        self._device = torch.device(device)
+        self._by_leaf = dtype == "float32" and self._device.type == "cpu"
+        if threads is not None:
+            torch.set_num_threads(threads)
+
+    # Around the operators
+
+    def destination(self, shape: tuple[int, ...], kind: Kind) -> _Destination:
+        wide = kind == "vector" or self.dtype == "float32"
+        return _Destination(shape, np.dtype(np.float32 if wide else ml_dtypes.bfloat16), self._device)
+
+    def constant(self, values: npt.NDArray[np.float32]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+    def allocate_cache(self, shape: CacheShape) -> None:
+        sizes = (shape.layers, 2, shape.slots, shape.kv_heads, shape.head_dim)
+        self._cache = torch.empty(sizes, dtype=self._dtype, device=self._device)
+        self._block_size = shape.block_size
+
+    def compile(self, forward: Callable[[Backend], torch.Tensor | None]) -> _TorchProgram:
+        return _TorchProgram(self, forward)
+
+    def run(self, forward: Callable[[Backend], torch.Tensor | None], step: StepInput) -> torch.Tensor | None:
+        """Run a forward for one step."""
+        self._step = _Step(step, self._block_size, self._device)
+        with torch.inference_mode():
+            return forward(self)
+
+    # The operators
+
+    def embed(self, weight: Parameter, rows: Span, comm: Communicator) -> torch.Tensor:
+        tokens = self._step.tokens  # [T]
+        owned = (tokens >= rows.start) & (tokens < rows.stop)
+        found = weight.value[(tokens[owned] - rows.start)].float()
+        # Bits are summed as integers: exactly one rank brings a row, so the sum is that row, -0 and all.
+        bits = torch.zeros((tokens.numel(), weight.shape[1]), dtype=torch.int32, device=self._device)
+        bits[owned] = found.view(torch.int32)
+        reduced: torch.Tensor = comm.all_reduce(bits)
+        return reduced.view(torch.float32)  # [T, hidden]
+
+    def norm(self, x: torch.Tensor, weight: Parameter, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight.value, eps).to(self._dtype)
+
+    def reduce(self, partial: Partial) -> torch.Tensor:
+        y: torch.Tensor = partial.comm.reduce_nodes(partial.nodes, partial.plan)
+        return y if partial.bias is None else y + partial.bias.value
+
+    def reduce_add_norm(
+        self, partial: Partial, residual: torch.Tensor, weight: Parameter, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = residual + self.reduce(partial)
+        return self.norm(residual, weight, eps), residual
+
+    def linear(self, x: torch.Tensor, weight: Parameter, bias: Parameter | None) -> torch.Tensor:
+        y = F.linear(x.to(self._dtype), weight.value)
+        return y if bias is None else (y.float() + bias.value).to(self._dtype)
+
+    def linear_nodes(self, x: torch.Tensor, weight: Parameter, plan: ReductionPlan, rank: int) -> torch.Tensor:
+        x = x.to(self._dtype)
+        spans = plan.leaves[rank] if self._by_leaf else plan.nodes[rank]
+        sums = [F.linear(x[:, a:b], weight.value[:, a:b]).float() for a, b in spans]
+        if self._by_leaf:
+            sums = plan.within[rank].run(sums, torch.add)
+        if not sums:
+            return torch.empty((x.shape[0], 0, weight.shape[0]), device=self._device)
+        return torch.stack(sums, dim=1)  # [T, own nodes, outputs]
+
+    def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return ACTIVATIONS[name](x)
+
+    def gated_activation(self, gate_up: torch.Tensor, name: str) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return ACTIVATIONS[name](gate) * up
+
+    def attention(
+        self,
+        qkv: torch.Tensor,
+        spec: AttentionSpec,
+        rope: RopeTable,
+        q_norm: Parameter | None,
+        k_norm: Parameter | None,
+    ) -> torch.Tensor:
+        heads = qkv.float().view(qkv.shape[0], -1, spec.head_dim)  # [T, q | k | v heads, head_dim]
+        q, k, v = heads.split([spec.query_heads, spec.kv_heads, spec.kv_heads], dim=1)
+        positions = self._step.positions
+        cos, sin = rope.cos[positions].unsqueeze(1), rope.sin[positions].unsqueeze(1)
+        if q_norm is not None and k_norm is not None:
+            q, k = rms_norm(q, q_norm.value, spec.norm_eps), rms_norm(k, k_norm.value, spec.norm_eps)
+        q, k = rotate(q, cos, sin).to(self._dtype), rotate(k, cos, sin).to(self._dtype)
+        cache = self._cache[spec.layer]  # [2, slots, kv_heads, head_dim]
+        cache[0].index_copy_(0, self._step.slots, k)
+        cache[1].index_copy_(0, self._step.slots, v.to(self._dtype))
+        kv_map = list(spec.kv_map)
+        out = [
+            attend(q[rows], cache[0][slots][:, kv_map], cache[1][slots][:, kv_map], positions[rows], spec.scale)
+            for rows, slots in self._step.sequences
+        ]
+        return torch.cat(out).flatten(1)  # [T, query_heads * head_dim]
+
+    def columns(self, x: torch.Tensor, span: Span) -> torch.Tensor:
+        return x[..., span.start : span.stop].contiguous()
+
+    def all_gather_columns(self, x: torch.Tensor, comm: Communicator, parts: Sequence[int]) -> torch.Tensor:
+        gathered: torch.Tensor = comm.all_gather(x.contiguous(), parts, dim=1)
+        return gathered
+
+    def select_rows(self, x: torch.Tensor) -> torch.Tensor:
+        return x[self._step.logit_rows]
+
+    def gather_logits(
+        self, x: torch.Tensor, comm: Communicator, parts: Sequence[int], to_all: bool
+    ) -> torch.Tensor | None:
+        local = x.float().contiguous()
+        gathered: torch.Tensor | None = (
+            comm.all_gather(local, parts, dim=1) if to_all else comm.gather(local, parts, dim=1)
+        )
+        return gathered
+
+
+@dataclass(frozen=True)
+class _TorchProgram:
+    """A forward that is called anew for every step."""
+
+    backend: TorchBackend
+    forward: Callable[[Backend], torch.Tensor | None]
+
+    def run(self, step: StepInput) -> npt.NDArray[np.float32] | None:
+        logits = self.backend.run(self.forward, step)
+        return None if logits is None else logits.cpu().numpy()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE of [T, heads, head_dim]: the first half of a head is turned against its second half."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Causal attention of one sequence: q [t, heads, head_dim]; k, v [n, heads, head_dim]; positions of q [t]."""
+    seen = torch.arange(k.shape[0], device=q.device) <= positions[:, None]  # [t, n]
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), attn_mask=seen, scale=scale
+    )
+    return out.transpose(0, 1)

@@ -1,0 +1,28 @@
+"""`python -m serried.engine.rank`: one of the ranks above 0, started by the process that holds rank 0."""
+
+from __future__ import annotations
+
+import msgspec
+
+from serried.config import EngineConfig
+from serried.engine.executor import serve_steps
+from serried.engine.worker import Worker
+from serried.models.registry import open_model
+from serried.parallel.link import ChildLink
+
+
+def main() -> None:
+    """Load this rank's shard, say so, then execute the steps that rank 0 sends."""
+    with ChildLink.from_argv() as link:
+        from serried.parallel.torch_comm import TorchComm, anonymous_store
+
+        config = msgspec.msgpack.decode(link.payload, type=EngineConfig)
+        store = anonymous_store(link.store_fd, link.size)
+        comm = TorchComm(store, link.rank, link.size, timeout=config.collective_timeout, loopback=True)
+        worker = Worker(config, open_model(config.model), comm)
+        link.ready()
+        serve_steps(worker, link.recv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Worker: one rank. It holds a shard of the model and of the KV cache, and executes steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from serried.backends.registry import create_backend
+from serried.backends.step import StepInput
+from serried.config import EngineConfig
+from serried.errors import InputError
+from serried.kv.cache import CacheShape
+from serried.machine import available_memory, peak_rss_bytes
+from serried.models.decoder import Decoder
+from serried.models.registry import ModelSource
+from serried.models.sabotage import damage_layers, damage_values
+from serried.parallel.comm import Communicator
+from serried.weights.load import Progress, load_parameters
+
+CACHE_SHARE = 0.5  # of the memory that is free once the weights are there, over the ranks of this machine
+DEFAULT_SEQUENCES = 8  # a default cache holds at most so many sequences of the longest kind
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """What one rank holds: its parameters (elements), its heads, its most memory (bytes) up to the end of loading."""
+
+    parameters: int
+    query_heads: int
+    kv_heads: int
+    peak_rss_bytes: int
+
+
+class Worker:
+    """One rank of a model: loads its shard, then turns steps into logits."""
+
+    def __init__(
+        self, config: EngineConfig, source: ModelSource, comm: Communicator, progress: Progress | None = None
+    ) -> None:
+        self.config = config
+        self.comm = comm
+        self.max_model_len = config.max_model_len or source.config.max_position
+        if self.max_model_len > source.config.max_position:
+            raise InputError(
+                f"--max-model-len {self.max_model_len}: the model's context is {source.config.max_position}"
+            )
+        self.backend = create_backend(config.backend, config.dtype, config.device, config.threads)
+        partition = source.config.partition(config.weights)
+        self.model = Decoder(source.config, partition, comm, self.max_model_len)
+        damaged = config.sabotage if comm.rank == comm.size - 1 else None
+        if damaged:
+            damage_layers(self.model, damaged, comm.rank)
+        self._load(source, progress)
+        if damaged:
+            damage_values(self.model, damaged)
+        self.info = self._gather_info(partition.q_heads(comm.rank).size, partition.kv_heads_of(comm.rank).size)
+        self.cache = self._make_cache(source, partition.kv_heads_of(comm.rank).size)
+        self.program = self.backend.compile(self.model.forward)
+        comm.counters.reset()
+
+    def execute(self, step: StepInput) -> npt.NDArray[np.float32] | None:
+        """Run one step: float32 logits [Q, vocabulary] on rank 0, None on the others."""
+        return self.program.run(step)
+
+    def _load(self, source: ModelSource, progress: Progress | None) -> None:
+        parameters = list(self.model.parameters())
+        checkpoint = source.checkpoint(parameters, self.config.load_format, self.config.seed)
+        try:
+            load_parameters(parameters, checkpoint, self.backend, ignored=source.ignores, progress=progress)
+        finally:
+            checkpoint.close()
+        self.model.place_constants(self.backend)
+
+    def _gather_info(self, query_heads: int, kv_heads: int) -> list[RankInfo]:
+        """What every rank holds, on every rank."""
+        elements = sum(parameter.elements for parameter in self.model.parameters())
+        own = np.array([[elements, query_heads, kv_heads, peak_rss_bytes()]], np.int64)
+        rows: Any = self.comm.all_gather(own, [1] * self.comm.size)
+        return [RankInfo(*map(int, row)) for row in rows]
+
+    def _make_cache(self, source: ModelSource, kv_heads: int) -> CacheShape:
+        """Allocate the KV cache: as many blocks as the smallest rank can hold, the same number on every rank."""
+        size = self.config.block_size
+        itemsize = 4 if self.config.dtype == "float32" else 2
+        model = source.config
+        one = CacheShape(model.num_layers, 1, size, kv_heads, model.head_dim, itemsize)
+        given = self.config.kv_cache_memory
+        memory = given or int(available_memory() * CACHE_SHARE) // self.comm.size
+        per_sequence = -(-self.max_model_len // size)
+        fitting = memory // one.bytes_per_block
+        wanted = fitting if given else min(fitting, per_sequence * min(self.config.max_num_seqs, DEFAULT_SEQUENCES))
+        blocks = int(min(self.comm.all_gather(np.array([wanted], np.int64), [1] * self.comm.size)))
+        if blocks < 1:
+            raise InputError(
+                f"--kv-cache-memory {memory}: too small for one block of {size} tokens, {one.bytes_per_block} bytes"
+            )
+        self.max_model_len = min(self.max_model_len, blocks * size)
+        shape = CacheShape(model.num_layers, blocks, size, kv_heads, model.head_dim, itemsize)
+        self.backend.allocate_cache(shape)
+        return shape

