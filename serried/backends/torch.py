@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from serried.backends.base import AttentionSpec, Backend, Partial, RopeTable
 from serried.backends.step import Int32, StepInput
+from serried.errors import InputError
 from serried.kv.cache import CacheShape
 from serried.parallel.comm import Communicator
 from serried.parallel.reduction import ReductionPlan, Span
@@ -26,6 +27,17 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+
+
+def choose_torch_device(device: str, ranks: int, local_rank: int) -> str:
+    """`cuda` where it is asked for or (auto) where there is a GPU for each rank, else `cpu`; makes it current."""
+    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if device == "cuda" and gpus < ranks:
+        raise InputError(f"--device cuda: {ranks} ranks, but PyTorch sees {gpus} GPUs; take --device cpu")
+    if device == "cpu" or gpus < ranks:
+        return "cpu"
+    torch.cuda.set_device(local_rank)
+    return "cuda"
 
 
 def to_tensor(array: Array) -> torch.Tensor:
@@ -159,7 +171,9 @@ class TorchBackend:
         y = F.linear(x.to(self._dtype), weight.value)
         return y if bias is None else (y.float() + bias.value).to(self._dtype)
 
-    def linear_nodes(self, x: torch.Tensor, weight: Parameter, plan: ReductionPlan, rank: int) -> torch.Tensor:
+    def linear_nodes(
+        self, x: torch.Tensor, weight: Parameter, plan: ReductionPlan, rank: int
+    ) -> torch.Tensor:
         x = x.to(self._dtype)
         spans = plan.leaves[rank] if self._by_leaf else plan.nodes[rank]
         sums = [F.linear(x[:, a:b], weight.value[:, a:b]).float() for a, b in spans]
@@ -185,7 +199,7 @@ class TorchBackend:
         k_norm: Parameter | None,
     ) -> torch.Tensor:
         heads = qkv.float().view(qkv.shape[0], -1, spec.head_dim)  # [T, q | k | v heads, head_dim]
-        q, k, v = heads.split([spec.query_heads, spec.kv_heads, spec.kv_heads], dim=1)
+        q, k, v = torch.split(heads, [spec.query_heads, spec.kv_heads, spec.kv_heads], dim=1)
         positions = self._step.positions
         cos, sin = rope.cos[positions].unsqueeze(1), rope.sin[positions].unsqueeze(1)
         if q_norm is not None and k_norm is not None:
@@ -196,7 +210,9 @@ class TorchBackend:
         cache[1].index_copy_(0, self._step.slots, v.to(self._dtype))
         kv_map = list(spec.kv_map)
         out = [
-            attend(q[rows], cache[0][slots][:, kv_map], cache[1][slots][:, kv_map], positions[rows], spec.scale)
+            attend(
+                q[rows], cache[0][slots][:, kv_map], cache[1][slots][:, kv_map], positions[rows], spec.scale
+            )
             for rows, slots in self._step.sequences
         ]
         return torch.cat(out).flatten(1)  # [T, query_heads * head_dim]

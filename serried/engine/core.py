@@ -52,6 +52,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.vocab_size = vocab_size
         self.eos_ids = frozenset(eos_ids)
+        self.steps = 0
         self._ids = count()
 
     def add(self, prompt: Sequence[int], params: SamplingParams) -> Request:
@@ -69,6 +70,7 @@ class EngineCore:
         scheduled = self.scheduler.schedule()
         if not scheduled:
             return []
+        self.steps += 1
         logits = self.executor.execute(build_step(scheduled, self.scheduler.block_size))
         rows = iter(logits)
         tokens = []

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from serried.backends.registry import choose_device
 from serried.backends.step import Int32, StepInput
 from serried.config import EngineConfig, child_environment, torchrun_environment
 from serried.engine.worker import RankInfo, Worker
@@ -119,7 +120,7 @@ class ProcessExecutor(LocalExecutor):
         )
         try:
             store = anonymous_store(self.processes.store_fd, size)
-            comm = TorchComm(store, 0, size, timeout=config.collective_timeout, loopback=True)
+            comm = TorchComm(store, 0, size, config.device, config.collective_timeout, loopback=True)
             super().__init__(config, source, progress, comm)
             self.processes.wait_ready(START_TIMEOUT)
         except BaseException as error:
@@ -151,7 +152,11 @@ class TorchrunExecutor(LocalExecutor):
     """One rank of the world that torchrun made. Rank 0 decides; the others follow."""
 
     def __init__(
-        self, config: EngineConfig, source: ModelSource, world: TorchrunWorld, progress: Progress | None = None
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        world: TorchrunWorld,
+        progress: Progress | None = None,
     ) -> None:
         comm = join_world(config, world)
         self.decides = world.rank == 0
@@ -181,22 +186,22 @@ def join_world(config: EngineConfig, world: TorchrunWorld) -> Communicator:
 
     store = join_torchrun(world)
     timeout = config.collective_timeout
-    return TorchComm(store, world.rank, world.size, timeout=timeout, loopback=world.loopback)
+    return TorchComm(store, world.rank, world.size, config.device, timeout, loopback=world.loopback)
 
 
 def create_executor(
     config: EngineConfig, source: ModelSource, progress: Callable[[int, int], None] | None = None
 ) -> Executor:
     """The executor that fits: torchrun's world where there is one, else this process, with children for TP > 1."""
-    world = torchrun_environment()
+    source.config.partition(config.weights)  # a misfit is found before anything is started
+    size, world = config.tensor_parallel_size, torchrun_environment()
     if world is not None:
         check_world(config, world)
-        source.config.partition(config.weights)
+    local_rank = 0 if world is None else world.local_rank
+    config = config.resolve(device=choose_device(config.backend, config.device, size, local_rank))
+    if world is not None:
         return TorchrunExecutor(config, source, world, progress)
-    source.config.partition(config.weights)  # a misfit is found before anything is started
-    if config.tensor_parallel_size == 1:
-        return LocalExecutor(config, source, progress)
-    return ProcessExecutor(config, source, progress)
+    return LocalExecutor(config, source, progress) if size == 1 else ProcessExecutor(config, source, progress)
 
 
 def check_world(config: EngineConfig, world: TorchrunWorld) -> None:

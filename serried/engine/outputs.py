@@ -11,7 +11,10 @@ from serried.text.tokenizer import Tokenizer
 
 @dataclass
 class CompletionOutput:
-    """One answer. text is empty where the model has no tokenizer. stop_reason: the stop string or token that ended it."""
+    """One answer. text is empty where the model has no tokenizer.
+
+    stop_reason: the stop string, or the token of stop_token_ids, that ended it.
+    """
 
     index: int = 0
     text: str = ""

@@ -20,12 +20,19 @@ def philox4x32(key: int, counter: tuple[npt.NDArray[np.uint64], int, int, int]) 
     k0, k1 = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
     for _ in range(10):
         p0, p1 = _M0 * c0, _M1 * c2
-        c0, c1, c2, c3 = (p1 >> _32) ^ c1 ^ np.uint64(k0), p1 & _LOW, (p0 >> _32) ^ c3 ^ np.uint64(k1), p0 & _LOW
+        c0, c1, c2, c3 = (
+            (p1 >> _32) ^ c1 ^ np.uint64(k0),
+            p1 & _LOW,
+            (p0 >> _32) ^ c3 ^ np.uint64(k1),
+            p0 & _LOW,
+        )
         k0, k1 = (k0 + _W0) & 0xFFFFFFFF, (k1 + _W1) & 0xFFFFFFFF
     return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
 
 
-def gumbel_noise(seed: int, position: int, ids: npt.NDArray[np.int64], sample: int = 0) -> npt.NDArray[np.float64]:
+def gumbel_noise(
+    seed: int, position: int, ids: npt.NDArray[np.int64], sample: int = 0
+) -> npt.NDArray[np.float64]:
     """Gumbel noise of a request's token choice: a function of (seed, sample, position, token id) alone.
 
     So a token's noise is the same whichever rank holds its row and whatever else is in the batch. Four token ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from serried.backends.registry import choose_device
 from serried.config import EngineConfig
 from serried.engine.executor import serve_steps
 from serried.engine.worker import Worker
@@ -18,7 +19,8 @@ def main() -> None:
 
         config = msgspec.msgpack.decode(link.payload, type=EngineConfig)
         store = anonymous_store(link.store_fd, link.size)
-        comm = TorchComm(store, link.rank, link.size, timeout=config.collective_timeout, loopback=True)
+        choose_device(config.backend, config.device, link.size, link.rank)
+        comm = TorchComm(store, link.rank, link.size, config.device, config.collective_timeout, loopback=True)
         worker = Worker(config, open_model(config.model), comm)
         link.ready()
         serve_steps(worker, link.recv)

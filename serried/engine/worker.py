@@ -56,7 +56,9 @@ class Worker:
         self._load(source, progress)
         if damaged:
             damage_values(self.model, damaged)
-        self.info = self._gather_info(partition.q_heads(comm.rank).size, partition.kv_heads_of(comm.rank).size)
+        self.info = self._gather_info(
+            partition.q_heads(comm.rank).size, partition.kv_heads_of(comm.rank).size
+        )
         self.cache = self._make_cache(source, partition.kv_heads_of(comm.rank).size)
         self.program = self.backend.compile(self.model.forward)
         comm.counters.reset()
@@ -64,6 +66,14 @@ class Worker:
     def execute(self, step: StepInput) -> npt.NDArray[np.float32] | None:
         """Run one step: float32 logits [Q, vocabulary] on rank 0, None on the others."""
         return self.program.run(step)
+
+    @property
+    def weight_bytes_per_step(self) -> int:
+        """Bytes of this rank's weights that a step reads; an embedding that is only looked up is not counted."""
+        itemsize = 4 if self.config.dtype == "float32" else 2
+        looked_up = [] if self.model.config.tied else [self.model.embedding.weight]
+        read = [p for p in self.model.parameters() if p not in looked_up and p.kind != "vector"]
+        return sum(parameter.elements for parameter in read) * itemsize
 
     def _load(self, source: ModelSource, progress: Progress | None) -> None:
         parameters = list(self.model.parameters())
@@ -91,7 +101,11 @@ class Worker:
         memory = given or int(available_memory() * CACHE_SHARE) // self.comm.size
         per_sequence = -(-self.max_model_len // size)
         fitting = memory // one.bytes_per_block
-        wanted = fitting if given else min(fitting, per_sequence * min(self.config.max_num_seqs, DEFAULT_SEQUENCES))
+        wanted = (
+            fitting
+            if given
+            else min(fitting, per_sequence * min(self.config.max_num_seqs, DEFAULT_SEQUENCES))
+        )
         blocks = int(min(self.comm.all_gather(np.array([wanted], np.int64), [1] * self.comm.size)))
         if blocks < 1:
             raise InputError(

@@ -132,9 +132,7 @@ class RowParallelLinear(Layer):
         self.weight = Parameter(
             ShardSpec.columns(f"{name}.weight", (outputs, inputs.size), self.span), "linear"
         )
-        self.bias = (
-            Parameter(ShardSpec.replicated(f"{name}.bias", (outputs,)), "vector") if bias else None
-        )
+        self.bias = Parameter(ShardSpec.replicated(f"{name}.bias", (outputs,)), "vector") if bias else None
 
     def __call__(self, ops: Backend, x: Handle) -> Handle:
         partial = self.partial(ops, x)

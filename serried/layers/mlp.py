@@ -10,7 +10,7 @@ from serried.parallel.partition import RowPartition
 
 
 class GatedMLP(Layer):
-    """down(activation(gate(x)) * up(x)): gate and up column parallel, down row parallel: one reduction, left to fuse."""
+    """down(activation(gate(x)) * up(x)): gate, up column parallel, down row parallel: one reduction, left to fuse."""
 
     def __init__(
         self,

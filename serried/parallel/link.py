@@ -100,9 +100,7 @@ class ChildArgs:
         try:
             return cls(*map(int, argv))
         except (TypeError, ValueError):
-            raise InputError(
-                "this module is a rank of Serried: it is started by rank 0, not by hand"
-            ) from None
+            raise InputError("this module is a rank of Serried: it is started by rank 0, not by hand") from None
 
 
 class ChildLink:

@@ -1,4 +1,4 @@
-"""Which part of a dimension each rank owns. The only place with shard arithmetic: layers, loader, planner, verifier ask it.
+"""Which part of a dimension each rank owns. The only place with shard arithmetic: all others ask it.
 
 A rank owns a contiguous range of *units* (what must stay whole: a head, 128 MLP columns, 64 vocabulary rows). Units
 are grouped into the leaves of the dimension's reduction tree, and every edge between ranks is an edge between leaves:
@@ -124,9 +124,7 @@ class ModelPartition:
     def attention(self) -> RowPartition:
         """Columns of q, rows of o: whole query heads."""
         unit = self.unit_heads(self.head_dim) * self.head_dim
-        return RowPartition.over(
-            ReductionTree(self.query_heads * self.head_dim, unit), self.weights
-        )
+        return RowPartition.over(ReductionTree(self.query_heads * self.head_dim, unit), self.weights)
 
     @cached_property
     def mlp(self) -> RowPartition:

@@ -41,9 +41,7 @@ def judge(error: RankFailed, witness: int) -> Verdict:
 class RankProcess:
     """One child rank, seen from rank 0."""
 
-    def __init__(
-        self, module: str, rank: int, size: int, fds: tuple[int, int], env: Mapping[str, str]
-    ) -> None:
+    def __init__(self, module: str, rank: int, size: int, fds: tuple[int, int], env: Mapping[str, str]) -> None:
         """fds: the death pipe and the store, both inherited. Raises RankFailed where it cannot be started."""
         self.rank = rank
         self.is_ready = self.is_gone = False
@@ -155,3 +153,4 @@ def _start_and_pump(
                 sys.stderr.write(f"[rank {args.rank}] {line}")
             except (AttributeError, OSError, ValueError):
                 continue  # our stderr is closed or was never there: go on reading, or the rank would block
+    process.wait()

@@ -100,9 +100,7 @@ class TorchComm:
             arrived = self._bytes(self.size * mine * row)
             sent, received = [part * row for part in parts], [mine * row] * self.size
             raw = _raw(tensor)
-            self._group.meet(
-                "reduce_scatter", lambda group: group.alltoall_base(arrived, raw, received, sent)
-            )
+            self._group.meet("reduce_scatter", lambda group: group.alltoall_base(arrived, raw, received, sent))
             pieces = arrived.view(tensor.dtype).view(self.size, mine, *tensor.shape[1:])
             total = pieces[0].float() if tensor.dtype in HALVES else pieces[0].clone()
             for piece in pieces[1:]:

@@ -83,9 +83,7 @@ class TorchGroup:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=self.timeout)
-        options._devices = [
-            gloo.create_device(hostname="127.0.0.1") if self.loopback else gloo.create_default_device()
-        ]
+        options._devices = [gloo.create_device(hostname="127.0.0.1") if self.loopback else gloo.create_default_device()]
         return gloo(self.store, self.rank, size, options)
 
     def _nccl(self, size: int) -> Any:

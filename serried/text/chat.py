@@ -87,9 +87,7 @@ def _inputs(
     own, special = (source, {}) if isinstance(source, str) else (source.chat_template, source.special_tokens)
     template = chat_template if chat_template is not None else own
     if template is None:
-        raise InputError(
-            "this model has no chat template: give one, or give the prompt as plain text (--raw)"
-        )
+        raise InputError("this model has no chat template: give one, or give the prompt as plain text (--raw)")
     variables = {"tools": None, "documents": None, **special, **kwargs}
     variables |= {"messages": check_messages(messages), "add_generation_prompt": add_generation_prompt}
     try:
@@ -129,14 +127,8 @@ def _content(content: Any, where: str) -> str:
         raise InputError(f"{where} must be a string or a list of text parts, not {type(content).__name__}")
     texts = []
     for number, part in enumerate(content):
-        if (
-            not isinstance(part, Mapping)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
-            raise InputError(
-                f'{where}[{number}] must be {{"type": "text", "text": "..."}}: only text is supported'
-            )
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InputError(f'{where}[{number}] must be {{"type": "text", "text": "..."}}: only text is supported')
         texts.append(check_text(part["text"], f"{where}[{number}].text"))
     return "\n".join(texts)
 
@@ -199,9 +191,10 @@ class _Renderer:
         self._owner = 0
 
     def render(self, template: str, variables: dict[str, Any]) -> str:
-        request = json.dumps({"template": template, "variables": variables}).encode()
+        request = json.dumps({"template": template, "variables": variables, "seconds": SECONDS}).encode()
         with self._lock:
             connection = self._connect()
+            connection.settimeout(SECONDS * 3)  # the child's own timer comes first
             try:
                 _send(connection, request)
                 reply = json.loads(_receive(connection))
@@ -222,15 +215,15 @@ class _Renderer:
             return self._socket
         self.close()
         ours, theirs = socket.socketpair()
-        code = "import sys; from serried.text.chat import _serve; _serve(int(sys.argv[1]))"
+        code = "import sys; sys.path = sys.argv[2:]; from serried.text.chat import _serve; _serve(int(sys.argv[1]))"
+        paths = [str(Path(entry).absolute()) for entry in sys.path]
         with theirs:
             self._child = subprocess.Popen(
-                [sys.executable, "-P", "-c", code, str(theirs.fileno())],
+                [sys.executable, "-P", "-c", code, str(theirs.fileno()), *paths],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(str(Path(p).absolute()) for p in sys.path)},
                 start_new_session=True,  # Ctrl-C is for us
             )
         self._socket, self._owner = ours, os.getpid()
@@ -240,7 +233,6 @@ class _Renderer:
         except OSError:
             self.close()
             raise InputError("the process that renders chat templates did not start") from None
-        ours.settimeout(SECONDS * 3)
         return ours
 
     def close(self) -> None:
@@ -294,9 +286,8 @@ def _serve(descriptor: int) -> None:
         _send(connection, b"ready")
         while True:
             request = json.loads(_receive(connection))
-            signal.setitimer(
-                signal.ITIMER_REAL, SECONDS
-            )  # its default action ends the process, in C code too
+            # The default action of its signal ends the process, in C code too.
+            signal.setitimer(signal.ITIMER_REAL, request["seconds"])
             reply = json.dumps(_answer(request["template"], request["variables"])).encode()
             signal.setitimer(signal.ITIMER_REAL, 0)
             _send(connection, reply)

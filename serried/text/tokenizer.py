@@ -97,9 +97,7 @@ class Tokenizer:
         self.control_literals: dict[str, int] = {t.content: i for i, t in self._added.items() if t.special}
         self._control = frozenset(self.control_literals.values())
         unknown = (self.special_tokens.get("unk_token"), getattr(backend.model, "unk_token", None))
-        self._unknown = frozenset(
-            self.control_literals[name] for name in unknown if name in self.control_literals
-        )
+        self._unknown = frozenset(self.control_literals[name] for name in unknown if name in self.control_literals)
         self._bytes: dict[int, bytes] = {}
         self.vocab_size = max(backend.get_vocab_size(), max(self._added, default=-1) + 1)
 
@@ -133,9 +131,7 @@ class Tokenizer:
         # A Unigram or WordPiece model may hold control tokens as ordinary pieces.
         for index in self._control.intersection(ids) - self._unknown:
             literal = self._added[index].content
-            raise InputError(
-                f"this tokenizer cannot write {literal!r} as plain text: remove it from the text"
-            )
+            raise InputError(f"this tokenizer cannot write {literal!r} as plain text: remove it from the text")
         return [renumber.get(index, index) for index in ids]
 
     @cached_property
@@ -212,13 +208,20 @@ class Tokenizer:
 _ALPHABET: Final = _byte_alphabet()
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"{path}: not readable as text: {error}") from None
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, {} where there is no such file; damaged -> InputError naming it."""
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        value = json.loads(_read_text(path))
+    except ValueError as error:
         raise InputError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: a JSON object was expected, not {type(value).__name__}")
@@ -237,7 +240,12 @@ def _from_directory(directory: Path) -> Tokenizer:
         raise InputError(f"{path}: not a tokenizer: {error}") from None
     config = _read_json(directory / "tokenizer_config.json")
     named = _special_names(_read_json(directory / "special_tokens_map.json") | config)
-    _add_tokens(backend, config, named)
+    try:
+        _add_tokens(backend, config, named)
+        template = _template(directory, config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        where = directory / "tokenizer_config.json"
+        raise InputError(f"{where}: malformed added_tokens_decoder or chat_template: {error!r}") from None
     bos = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
     eos = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
     prefix, suffix = _frame(backend, config, bos, eos)
@@ -252,15 +260,13 @@ def _from_directory(directory: Path) -> Tokenizer:
         bos_id=bos,
         eos_ids=frozenset(index for index in (eos, *ends) if isinstance(index, int)),
         special_tokens=named,
-        chat_template=_template(directory, config),
+        chat_template=template,
     )
 
 
 def _special_names(config: Mapping[str, Any]) -> dict[str, str]:
     """The entries such as bos_token, whose values are strings or objects with the string as `content`."""
-    values = {
-        k: v.get("content") if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")
-    }
+    values = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
     return {key: value for key, value in values.items() if isinstance(value, str)}
 
 
@@ -301,7 +307,7 @@ def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else the one in tokenizer_config.json (of several, the one named default)."""
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return _read_text(path)
     template = config.get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -327,9 +333,7 @@ def _gguf_tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int], lis
     return tokens, types, [(pair[0], pair[-1]) for pair in merges], pre
 
 
-def _gguf_backend(
-    tokens: list[str], types: list[int], merges: list[tuple[str, str]], pre: str
-) -> tokenizers.Tokenizer:
+def _gguf_backend(tokens: list[str], types: list[int], merges: list[tuple[str, str]], pre: str) -> tokenizers.Tokenizer:
     import tokenizers as hf
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 

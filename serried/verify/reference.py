@@ -17,6 +17,7 @@ from serried.layers.rope import RopeConfig
 from serried.models.config import ModelConfig
 from serried.parallel.reduction import Span
 from serried.weights.checkpoint import Checkpoint
+from serried.weights.load import Progress
 
 ROWS = 4096  # read at once
 
@@ -24,11 +25,18 @@ ROWS = 4096  # read at once
 class Reference:
     """Logits of a whole sequence from a whole checkpoint, in float32."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, threads: int) -> None:
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, threads: int, progress: Progress | None = None
+    ) -> None:
         self.config = config
         torch.set_num_threads(threads)
         skipped = {f"{config.family.names.lm_head}.weight"} if config.tied else set()
-        self.weights = {name: _read(checkpoint, name) for name in checkpoint.tensors if name not in skipped}
+        names = [name for name in checkpoint.tensors if name not in skipped]
+        self.weights = {}
+        for done, name in enumerate(names):
+            self.weights[name] = _read(checkpoint, name)
+            if progress:
+                progress(done + 1, len(names))
 
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> npt.NDArray[np.float32]:

@@ -40,7 +40,7 @@ def run_greedy(executor: Executor, prompt: Sequence[int], count: int) -> RunResu
     blocks = executor.new_pool().take(-(-request.longest // size))
     if blocks is None or len(prompt) + count > executor.max_model_len:
         raise InputError(
-            f"{len(prompt)} prompt tokens and --tokens {count} do not fit the context of {executor.max_model_len} tokens"
+            f"{len(prompt)} prompt tokens and --tokens {count} do not fit the context of {executor.max_model_len}"
         )
     request.blocks = blocks
     rows = [executor.execute(build_step([Scheduled(request, 0, len(prompt))], size, all_logits=True))]

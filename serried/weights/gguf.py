@@ -18,8 +18,8 @@ from serried.weights.safetensors import READABLE, DataFile, check_extents, slice
 
 _Bytes = npt.NDArray[np.uint8]
 
-# Elements dequantized at a time: 4 MiB of float32, so that the temporaries stay in a cache.
-PIECE = 1 << 20
+# Elements dequantized at a time: 1 MiB of float32, so that the temporaries stay in a cache.
+PIECE = 1 << 18
 _HEADER_PIECE = 1 << 20
 _MAX_NESTING = 4
 _BOOL, _STRING, _ARRAY = 7, 8, 9
@@ -295,6 +295,8 @@ class GGUFCheckpoint:
         first, last = rows.start * lines, rows.stop * lines
         columns = columns or Span(0, math.prod(tensor.shape[1:]) // lines)
         out = np.empty((last - first, columns.size), np.float32 if plain is None else plain)
+        if not out.size:
+            return out.reshape(shape)
         # Whole heads at a time: their rows are interleaved.
         unit = head or 1
         step = max(1, PIECE // max(1, columns.size) // unit) * unit

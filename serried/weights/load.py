@@ -57,7 +57,11 @@ def check_tensors(
         found = checkpoint.tensors.get(name)
         if found is None:
             files = sorted({info.file for info in checkpoint.tensors.values()})
-            where = files[0] + (f" and {len(files) - 1} more" if len(files) > 1 else "") if files else "checkpoint"
+            where = (
+                files[0] + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+                if files
+                else "checkpoint"
+            )
             raise CheckpointError(f"{where}: tensor {name} of shape {list(shape)} is missing")
         if found.shape != shape:
             raise CheckpointError(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Watch, World
+from ranks import HERE, Watch, World
 
 from serried.errors import InputError, RankFailed
 from serried.parallel.launch import TorchrunWorld
@@ -61,19 +63,19 @@ def test_nccl_is_said_to_be_missing() -> None:
         TorchComm(dist.HashStore(), 0, 1, device="cuda")
 
 
-def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store held by a torchrun agent: joined twice, by two engines, without init_process_group."""
-    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(agent.port))
-    world = TorchrunWorld(0, 1, 0, "127.0.0.1", agent.port)
-    assert world.loopback
-    for _ in range(2):
-        comm = TorchComm(join_torchrun(world), 0, 1, loopback=world.loopback)
-        assert comm.all_reduce(np.ones(2, np.float32)).tolist() == [1, 1]
-    assert agent.get("serried/2/here/0") == b""
-    assert not dist.is_initialized()
+def test_torchrun() -> None:
+    """Under the real torchrun: two engines in turn in one world, beside the user's own init_process_group."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, HERE / "torchrun_script.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2: ok", "rank 1 of 2: ok"]
 
 
 def test_torchrun_without_its_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from serried.errors import CheckpointError
@@ -217,6 +217,26 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path, case: str) -> N
     path = write_raw(tmp_path / "bad.safetensors", header, data, length)
     with pytest.raises(CheckpointError, match=r"bad\.safetensors: .*" + message):
         SafetensorsCheckpoint(path)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    at=st.integers(0, 180),
+    patch=st.binary(min_size=1, max_size=8) | st.sampled_from([b"9" * 8, b'"w"', b"[]"]),
+)
+def test_no_damage_gets_past_the_checks(tmp_path: Path, at: int, patch: bytes) -> None:
+    """Whatever is overwritten, the file opens and can be read, or is refused as it should be."""
+    path = write_raw(tmp_path / "bad.safetensors", {"v": entry(), "w": entry(16, 40, (3, 2))}, bytes(40))
+    raw = bytearray(path.read_bytes())
+    raw[at : at + len(patch)] = patch
+    path.write_bytes(raw)
+    try:
+        checkpoint = SafetensorsCheckpoint(path)
+        for name, info in checkpoint.tensors.items():
+            checkpoint.read(name, Span(0, info.shape[0]))
+        checkpoint.close()
+    except CheckpointError as error:
+        assert "bad.safetensors: " in str(error)
 
 
 @pytest.mark.parametrize("size", [0, 7])

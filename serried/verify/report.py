@@ -1,0 +1,89 @@
+"""What `verify` says: a table for people, a document for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from serried.config import EngineConfig
+from serried.verify.compare import Comparison, holds
+
+
+@dataclass(frozen=True)
+class Report:
+    """All comparisons of one verification, and the verdict."""
+
+    model: str
+    config: EngineConfig
+    prompt: tuple[int, ...]
+    comparisons: tuple[Comparison, ...]
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the split changes nothing. Nodes added in the wrong order may change no more than a bit."""
+        return holds(self.comparisons, self.tolerance, to_the_bit=self.config.sabotage == "rank-order")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "backend": self.config.backend,
+            "dtype": self.config.dtype,
+            "prompt_ids": list(self.prompt),
+            "tolerance": self.tolerance,
+            "sabotage": self.config.sabotage,
+            "runs": [comparison.to_json() for comparison in self.comparisons],
+            "ok": self.ok,
+        }
+
+
+def print_report(report: Report) -> None:
+    """Print the table and the verdict."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(
+        title=f"{report.model}, {report.config.dtype}, {report.config.backend}", box=box.SIMPLE_HEAD
+    )
+    for heading in ("tp", "rank", "parameters", "q heads", "kv heads", "peak MiB"):
+        table.add_column(heading, justify="right")
+    for heading in ("all-reduces", "largest diff", "bits", "tokens", "diff to reference"):
+        table.add_column(heading, justify="right")
+    for c in report.comparisons:
+        for rank, info in enumerate(c.run.ranks):
+            reference = "-" if c.max_abs_diff_reference is None else f"{c.max_abs_diff_reference:.1e}"
+            verdict = (
+                f"{c.run.all_reduces_prefill}",
+                f"{c.max_abs_logit_diff:.1e}",
+                "equal" if c.bitwise_equal else "differ",
+                "equal" if c.tokens_equal else "differ",
+                reference,
+            )
+            table.add_row(
+                f"{c.run.tp}" if rank == 0 else "",
+                f"{rank}",
+                f"{info.parameters:,}",
+                f"{info.query_heads}",
+                f"{info.kv_heads}",
+                f"{info.peak_rss_bytes >> 20:,}",
+                *(verdict if rank == 0 else ()),
+                end_section=rank == len(c.run.ranks) - 1,
+            )
+    console.print(table)
+    first = report.comparisons[0]
+    console.print(
+        f"prompt of {len(report.prompt)} tokens, {len(first.run.tokens)} greedy tokens "
+        f"({len(set(first.run.tokens))} distinct); logits spread {first.logit_std:.2f}; "
+        f"all-reduces are of the prefill",
+        highlight=False,
+    )
+    if report.ok:
+        console.print(f"[green]holds[/]: tokens equal, logits within {report.tolerance:g}", highlight=False)
+    else:
+        damaged = f" (--sabotage {report.config.sabotage})" if report.config.sabotage else ""
+        console.print(
+            f"[red]does not hold[/]{damaged}: allowed are {report.tolerance:g} and equal tokens",
+            highlight=False,
+        )
