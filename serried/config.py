@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 
 from serried.errors import InputError
 from serried.machine import available_cores
-from serried.parallel.launch import TorchrunWorld
 
 DTYPES = ("bfloat16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
@@ -117,6 +116,22 @@ def _positive(option: str, value: object) -> None:
         raise InputError(f"--{option.replace('_', '-')} {value}: expected a whole number of at least 1")
 
 
+@dataclass(frozen=True)
+class TorchrunWorld:
+    """The world that torchrun made, as its environment variables tell it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    master_addr: str
+    master_port: int
+
+    @property
+    def loopback(self) -> bool:
+        """Whether all ranks are known to be on this machine."""
+        return self.master_addr in {"127.0.0.1", "localhost", "::1"}
+
+
 def torchrun_environment() -> TorchrunWorld | None:
     """The world that torchrun made, if it started this process."""
     env = os.environ
@@ -140,3 +155,8 @@ def is_main_rank() -> bool:
 def child_environment() -> Mapping[str, str]:
     """The environment that child processes start from."""
     return dict(os.environ)
+
+
+def forced_isa() -> str | None:
+    """The instruction set that SERRIED_ISA names, for the native kernels."""
+    return os.environ.get("SERRIED_ISA") or None

@@ -35,12 +35,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         self._check_numbers()
-        if len(stop) > MAX_STOPS or not all(
-            isinstance(s, str) and 0 < len(s) <= MAX_STOP_LENGTH for s in stop
-        ):
-            raise InputError(
-                f"stop: expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters"
-            )
+        if len(stop) > MAX_STOPS or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_LENGTH for s in stop):
+            raise InputError(f"stop: expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
         for token in self.stop_token_ids:
             if not _is_int(token) or token < 0:
                 raise InputError(f"stop_token_ids: {token!r} is not a token id")

@@ -58,6 +58,7 @@ class Partial:
     """
 
     nodes: Handle
+    outputs: int
     plan: ReductionPlan
     comm: Communicator
     bias: Parameter | None
@@ -166,6 +167,6 @@ class Backend(Protocol):
         """The rows that want logits: [T, ...] -> [Q, ...]."""
         ...
 
-    def gather_logits(self, x: Handle, comm: Communicator, parts: Sequence[int], to_all: bool) -> Handle:
-        """float32 [Q, own vocabulary] -> [Q, vocabulary] on rank 0 (or on all ranks)."""
+    def logits(self, x: Handle, weight: Parameter, comm: Communicator, parts: Sequence[int], to_all: bool) -> Handle:
+        """x @ weight.T, gathered: [Q, hidden] -> float32 [Q, vocabulary] on rank 0 (or on all ranks)."""
         ...

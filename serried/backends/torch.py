@@ -171,9 +171,7 @@ class TorchBackend:
         y = F.linear(x.to(self._dtype), weight.value)
         return y if bias is None else (y.float() + bias.value).to(self._dtype)
 
-    def linear_nodes(
-        self, x: torch.Tensor, weight: Parameter, plan: ReductionPlan, rank: int
-    ) -> torch.Tensor:
+    def linear_nodes(self, x: torch.Tensor, weight: Parameter, plan: ReductionPlan, rank: int) -> torch.Tensor:
         x = x.to(self._dtype)
         spans = plan.leaves[rank] if self._by_leaf else plan.nodes[rank]
         sums = [F.linear(x[:, a:b], weight.value[:, a:b]).float() for a, b in spans]
@@ -210,9 +208,7 @@ class TorchBackend:
         cache[1].index_copy_(0, self._step.slots, v.to(self._dtype))
         kv_map = list(spec.kv_map)
         out = [
-            attend(
-                q[rows], cache[0][slots][:, kv_map], cache[1][slots][:, kv_map], positions[rows], spec.scale
-            )
+            attend(q[rows], cache[0][slots][:, kv_map], cache[1][slots][:, kv_map], positions[rows], spec.scale)
             for rows, slots in self._step.sequences
         ]
         return torch.cat(out).flatten(1)  # [T, query_heads * head_dim]
@@ -227,10 +223,10 @@ class TorchBackend:
     def select_rows(self, x: torch.Tensor) -> torch.Tensor:
         return x[self._step.logit_rows]
 
-    def gather_logits(
-        self, x: torch.Tensor, comm: Communicator, parts: Sequence[int], to_all: bool
+    def logits(
+        self, x: torch.Tensor, weight: Parameter, comm: Communicator, parts: Sequence[int], to_all: bool
     ) -> torch.Tensor | None:
-        local = x.float().contiguous()
+        local = self.linear(x, weight, None).float().contiguous()
         gathered: torch.Tensor | None = (
             comm.all_gather(local, parts, dim=1) if to_all else comm.gather(local, parts, dim=1)
         )
@@ -260,9 +256,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
-) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
     """Causal attention of one sequence: q [t, heads, head_dim]; k, v [n, heads, head_dim]; positions of q [t]."""
     seen = torch.arange(k.shape[0], device=q.device) <= positions[:, None]  # [t, n]
     out = F.scaled_dot_product_attention(

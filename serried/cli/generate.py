@@ -26,9 +26,7 @@ from serried.sampling_params import SamplingParams
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     add_tp_argument(parser)
-    parser.add_argument(
-        "prompts", metavar="PROMPT", nargs="*", help="one answer each; - reads standard input"
-    )
+    parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="one answer each; - reads standard input")
     parser.add_argument(
         "--prompt-ids", type=integers("--prompt-ids"), action="append", help="a prompt as token ids: 1,2,3"
     )
@@ -41,9 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--top-k", type=integer("--top-k"), default=0)
     group.add_argument("--top-p", type=number("--top-p"), default=1.0)
-    group.add_argument(
-        "--stop", action="append", default=[], help="end the text before this; may be repeated"
-    )
+    group.add_argument("--stop", action="append", default=[], help="end the text before this; may be repeated")
     group.add_argument("--stop-token-ids", type=integers("--stop-token-ids"), default=())
     group.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
 

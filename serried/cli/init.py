@@ -25,9 +25,7 @@ ROWS = 1024  # written at once
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("preset", metavar="PRESET", help=f"one of {', '.join(preset_names())}")
-    parser.add_argument(
-        "--output", "-o", metavar="DIR", required=True, help="the directory to write, new or empty"
-    )
+    parser.add_argument("--output", "-o", metavar="DIR", required=True, help="the directory to write, new or empty")
     parser.add_argument("--seed", type=integer("--seed"), default=0, help="of the weights (default 0)")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
@@ -44,9 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"directory": str(directory), "parameters": parameters, "bytes": size}))
     else:
-        print(
-            f"{directory}: {args.preset}, {parameters:,} parameters, {size / 1e9:.2f} GB, bfloat16, seed {args.seed}"
-        )
+        print(f"{directory}: {args.preset}, {parameters:,} parameters, {size / 1e9:.2f} GB, bfloat16, seed {args.seed}")
     return 0
 
 
@@ -74,9 +70,7 @@ def write_preset(preset: str, directory: Path, seed: int) -> tuple[int, int]:
 class _Chunks:
     """Makes each tensor's chunks, and counts what has been made."""
 
-    def __init__(
-        self, checkpoint: DummyCheckpoint, total: int, progress: Callable[[int, int], None] | None
-    ) -> None:
+    def __init__(self, checkpoint: DummyCheckpoint, total: int, progress: Callable[[int, int], None] | None) -> None:
         self._checkpoint = checkpoint
         self._total = total
         self._progress = progress

@@ -79,9 +79,7 @@ def _label(layout: RankLayout, rank: int) -> str:
     """A rank's place along the axes of more than one, except tp."""
     axes = zip(AXES, layout.shape, layout.coordinates(rank), strict=True)
     digits = {axis: len(str(size - 1)) for axis, size in zip(AXES, layout.shape, strict=True)}
-    return "  ".join(
-        f"{axis} {index:>{digits[axis]}}" for axis, size, index in axes if size > 1 and axis != "tp"
-    )
+    return "  ".join(f"{axis} {index:>{digits[axis]}}" for axis, size, index in axes if size > 1 and axis != "tp")
 
 
 def _cells(values: list[str] | list[int], dcp: int, width: int) -> str:

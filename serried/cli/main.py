@@ -84,9 +84,7 @@ def _execute(words: list[str], name: str | None) -> int:
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     known = [*parser._option_string_actions]
     for each, (_, summary) in COMMANDS.items():
-        subparser = subparsers.add_parser(
-            each, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
-        )
+        subparser = subparsers.add_parser(each, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if each == name:
             command = cast(Command, import_module(COMMANDS[name][0]))
             command.add_arguments(subparser)

@@ -38,19 +38,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tp-weights", type=integers("--tp-weights"), help="the ranks' shares, e.g. 2,1 (default: equal)"
     )
-    group.add_argument(
-        "--threads-per-rank", type=integer("--threads-per-rank"), help="default: cores / ranks"
-    )
+    group.add_argument("--threads-per-rank", type=integer("--threads-per-rank"), help="default: cores / ranks")
     group.add_argument("--max-model-len", type=integer("--max-model-len"), help="longest sequence, in tokens")
-    group.add_argument(
-        "--max-num-batched-tokens", type=integer("--max-num-batched-tokens"), help="tokens in one step"
-    )
-    group.add_argument(
-        "--kv-cache-memory", type=integer("--kv-cache-memory"), help="bytes of KV cache of each rank"
-    )
-    group.add_argument(
-        "--block-size", type=integer("--block-size"), help="tokens in a cache block (default 32)"
-    )
+    group.add_argument("--max-num-batched-tokens", type=integer("--max-num-batched-tokens"), help="tokens in one step")
+    group.add_argument("--kv-cache-memory", type=integer("--kv-cache-memory"), help="bytes of KV cache of each rank")
+    group.add_argument("--block-size", type=integer("--block-size"), help="tokens in a cache block (default 32)")
     group.add_argument(
         "--collective-timeout", type=number("--collective-timeout"), help="seconds to wait for a peer (300)"
     )

@@ -27,12 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=number("--tolerance"),
         help="largest logit difference (default 1e-4 in float32; must be given for bfloat16 on torch)",
     )
-    parser.add_argument(
-        "--no-reference", action="store_true", help="do not run the unsplit reference decoder"
-    )
-    parser.add_argument(
-        "--sabotage", metavar="KIND", help=f"damage one rank on purpose: {', '.join(SABOTAGES)}"
-    )
+    parser.add_argument("--no-reference", action="store_true", help="do not run the unsplit reference decoder")
+    parser.add_argument("--sabotage", metavar="KIND", help=f"damage one rank on purpose: {', '.join(SABOTAGES)}")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 

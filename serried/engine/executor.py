@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from serried.backends.registry import choose_device
 from serried.backends.step import Int32, StepInput
-from serried.config import EngineConfig, child_environment, torchrun_environment
+from serried.config import EngineConfig, TorchrunWorld, child_environment, torchrun_environment
 from serried.engine.worker import RankInfo, Worker
 from serried.errors import InputError, RankFailed
 from serried.kv.pool import BlockPool
 from serried.models.registry import ModelSource
 from serried.parallel.comm import Communicator, Counters, LocalComm
-from serried.parallel.launch import RankProcesses, TorchrunWorld
+from serried.parallel.launch import RankProcesses
 from serried.weights.load import Progress
 
 RANK_MODULE = "serried.engine.rank"
@@ -120,7 +120,15 @@ class ProcessExecutor(LocalExecutor):
         )
         try:
             store = anonymous_store(self.processes.store_fd, size)
-            comm = TorchComm(store, 0, size, config.device, config.collective_timeout, loopback=True)
+            comm = TorchComm(
+                store,
+                0,
+                size,
+                config.device,
+                config.collective_timeout,
+                loopback=True,
+                watch=self.processes.check,
+            )
             super().__init__(config, source, progress, comm)
             self.processes.wait_ready(START_TIMEOUT)
         except BaseException as error:

@@ -49,9 +49,7 @@ class LLM:
             self.executor,
             scheduler,
             vocab_size=self.source.config.vocab_size,
-            eos_ids=sorted(
-                {*self.source.config.eos_ids, *(self.tokenizer.eos_ids if self.tokenizer else ())}
-            ),
+            eos_ids=sorted({*self.source.config.eos_ids, *(self.tokenizer.eos_ids if self.tokenizer else ())}),
         )
 
     @cached_property

@@ -30,9 +30,7 @@ def philox4x32(key: int, counter: tuple[npt.NDArray[np.uint64], int, int, int]) 
     return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
 
 
-def gumbel_noise(
-    seed: int, position: int, ids: npt.NDArray[np.int64], sample: int = 0
-) -> npt.NDArray[np.float64]:
+def gumbel_noise(seed: int, position: int, ids: npt.NDArray[np.int64], sample: int = 0) -> npt.NDArray[np.float64]:
     """Gumbel noise of a request's token choice: a function of (seed, sample, position, token id) alone.
 
     So a token's noise is the same whichever rank holds its row and whatever else is in the batch. Four token ids

@@ -42,11 +42,7 @@ class Request:
     def append(self, token: int) -> None:
         """Take the next token; an end token, a stop token or the length may finish the request."""
         self.output.append(token)
-        ends = (
-            self.params.stop_token_ids
-            if self.params.ignore_eos
-            else (*self.params.stop_token_ids, *self.eos_ids)
-        )
+        ends = self.params.stop_token_ids if self.params.ignore_eos else (*self.params.stop_token_ids, *self.eos_ids)
         if token in ends:
             self.finish_reason = "stop"
         elif len(self.output) >= self.params.max_tokens:

@@ -56,9 +56,7 @@ class Worker:
         self._load(source, progress)
         if damaged:
             damage_values(self.model, damaged)
-        self.info = self._gather_info(
-            partition.q_heads(comm.rank).size, partition.kv_heads_of(comm.rank).size
-        )
+        self.info = self._gather_info(partition.q_heads(comm.rank).size, partition.kv_heads_of(comm.rank).size)
         self.cache = self._make_cache(source, partition.kv_heads_of(comm.rank).size)
         self.program = self.backend.compile(self.model.forward)
         comm.counters.reset()
@@ -101,11 +99,7 @@ class Worker:
         memory = given or int(available_memory() * CACHE_SHARE) // self.comm.size
         per_sequence = -(-self.max_model_len // size)
         fitting = memory // one.bytes_per_block
-        wanted = (
-            fitting
-            if given
-            else min(fitting, per_sequence * min(self.config.max_num_seqs, DEFAULT_SEQUENCES))
-        )
+        wanted = fitting if given else min(fitting, per_sequence * min(self.config.max_num_seqs, DEFAULT_SEQUENCES))
         blocks = int(min(self.comm.all_gather(np.array([wanted], np.int64), [1] * self.comm.size)))
         if blocks < 1:
             raise InputError(

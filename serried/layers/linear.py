@@ -45,20 +45,14 @@ class ColumnParallelLinear(Layer):
         self.gather_output = False
         self.weight = Parameter(
             ShardSpec.stacked(
-                [
-                    ShardSpec.rows(f"{name}.weight", (part.size, inputs), part.spans[comm.rank])
-                    for name, part in sources
-                ]
+                [ShardSpec.rows(f"{name}.weight", (part.size, inputs), part.spans[comm.rank]) for name, part in sources]
             ),
             "linear",
         )
         self.bias = (
             Parameter(
                 ShardSpec.stacked(
-                    [
-                        ShardSpec.rows(f"{name}.bias", (part.size,), part.spans[comm.rank])
-                        for name, part in sources
-                    ]
+                    [ShardSpec.rows(f"{name}.bias", (part.size,), part.spans[comm.rank]) for name, part in sources]
                 ),
                 "vector",
             )
@@ -129,9 +123,7 @@ class RowParallelLinear(Layer):
         self.span: Span = inputs.spans[comm.rank]
         self.input_is_parallel = input_is_parallel
         self.reduce_results = reduce_results
-        self.weight = Parameter(
-            ShardSpec.columns(f"{name}.weight", (outputs, inputs.size), self.span), "linear"
-        )
+        self.weight = Parameter(ShardSpec.columns(f"{name}.weight", (outputs, inputs.size), self.span), "linear")
         self.bias = Parameter(ShardSpec.replicated(f"{name}.bias", (outputs,)), "vector") if bias else None
 
     def __call__(self, ops: Backend, x: Handle) -> Handle:
@@ -143,4 +135,4 @@ class RowParallelLinear(Layer):
         if not self.input_is_parallel:
             x = ops.columns(x, self.span)
         nodes = ops.linear_nodes(x, self.weight, self.plan, self.comm.rank)
-        return Partial(nodes, self.plan, self.comm, self.bias)
+        return Partial(nodes, self.weight.shape[0], self.plan, self.comm, self.bias)

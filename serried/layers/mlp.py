@@ -24,9 +24,7 @@ class GatedMLP(Layer):
     ) -> None:
         gate, up, down = names
         self.activation = activation
-        self.gate_up_proj = MergedColumnParallelLinear(
-            (gate, up), hidden, (columns, columns), comm, bias=bias
-        )
+        self.gate_up_proj = MergedColumnParallelLinear((gate, up), hidden, (columns, columns), comm, bias=bias)
         self.down_proj = RowParallelLinear(down, columns, hidden, comm, bias=bias, reduce_results=False)
 
     def __call__(self, ops: Backend, h: Handle) -> Partial:

@@ -18,9 +18,7 @@ class VocabParallelEmbedding(Layer):
     def __init__(self, name: str, vocab: Partition, hidden: int, comm: Communicator) -> None:
         self.comm = comm
         self.span = vocab.spans[comm.rank]
-        self.weight = Parameter(
-            ShardSpec.rows(f"{name}.weight", (vocab.size, hidden), self.span), "embedding"
-        )
+        self.weight = Parameter(ShardSpec.rows(f"{name}.weight", (vocab.size, hidden), self.span), "embedding")
 
     def __call__(self, ops: Backend) -> Handle:
         return ops.embed(self.weight, self.span, self.comm)
@@ -49,11 +47,8 @@ class ParallelLMHead(Layer):
         self.weight = (
             tied_to.weight
             if tied_to
-            else Parameter(
-                ShardSpec.rows(f"{name}.weight", (vocab.size, hidden), vocab.spans[comm.rank]), "linear"
-            )
+            else Parameter(ShardSpec.rows(f"{name}.weight", (vocab.size, hidden), vocab.spans[comm.rank]), "linear")
         )
 
     def __call__(self, ops: Backend, x: Handle) -> Handle:
-        local = ops.linear(ops.select_rows(x), self.weight, None)
-        return ops.gather_logits(local, self.comm, self.parts, self.gather_to_all)
+        return ops.logits(ops.select_rows(x), self.weight, self.comm, self.parts, self.gather_to_all)

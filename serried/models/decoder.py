@@ -17,9 +17,7 @@ from serried.parallel.partition import ModelPartition
 class DecoderLayer(Layer):
     """Norm, attention, norm, MLP; the ranks meet twice, in the reductions that the norms are fused with."""
 
-    def __init__(
-        self, config: ModelConfig, index: int, partition: ModelPartition, comm: Communicator
-    ) -> None:
+    def __init__(self, config: ModelConfig, index: int, partition: ModelPartition, comm: Communicator) -> None:
         names = config.family.names
         prefix = names.layer.format(i=index)
         self.input_norm = RMSNorm(f"{prefix}.{names.input_norm}", config.hidden_size, config.norm_eps)
@@ -40,9 +38,7 @@ class DecoderLayer(Layer):
             qkv_bias=config.attention_bias,
             output_bias=config.attention_output_bias,
         )
-        self.post_attention_norm = RMSNorm(
-            f"{prefix}.{names.post_attention_norm}", config.hidden_size, config.norm_eps
-        )
+        self.post_attention_norm = RMSNorm(f"{prefix}.{names.post_attention_norm}", config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(
             (f"{prefix}.{names.gate_proj}", f"{prefix}.{names.up_proj}", f"{prefix}.{names.down_proj}"),
             config.hidden_size,
@@ -59,9 +55,7 @@ class Decoder(Layer):
     max_positions: the longest sequence that it will see (the length of the RoPE table).
     """
 
-    def __init__(
-        self, config: ModelConfig, partition: ModelPartition, comm: Communicator, max_positions: int
-    ) -> None:
+    def __init__(self, config: ModelConfig, partition: ModelPartition, comm: Communicator, max_positions: int) -> None:
         names, hidden = config.family.names, config.hidden_size
         self.config = config
         self.max_positions = max_positions

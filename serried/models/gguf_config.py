@@ -44,9 +44,7 @@ def config_from_gguf(
         mlp_bias=f"{layer}.{family.names.down_proj}.bias" in names,
         tied=f"{family.names.lm_head}.weight" not in names,
         bos_id=next(iter(read.ids("tokenizer.ggml.bos_token_id")), None),
-        eos_ids=tuple(
-            dict.fromkeys(read.ids("tokenizer.ggml.eos_token_id") + read.ids("tokenizer.ggml.eot_token_id"))
-        ),
+        eos_ids=tuple(dict.fromkeys(read.ids("tokenizer.ggml.eos_token_id") + read.ids("tokenizer.ggml.eot_token_id"))),
     )
     check_shape(config, where)
     return config

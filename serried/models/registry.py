@@ -16,7 +16,8 @@ from serried.models.hf_config import config_from_hf, read_json
 from serried.parallel.reduction import Span
 from serried.weights.checkpoint import Checkpoint
 from serried.weights.dummy import DummyCheckpoint
-from serried.weights.gguf import GGUFCheckpoint, GGUFFile, hf_name
+from serried.weights.gguf import GGUFCheckpoint, hf_name
+from serried.weights.gguf_file import GGUFFile
 from serried.weights.load import tensor_shapes
 from serried.weights.safetensors import SafetensorsCheckpoint
 from serried.weights.spec import Parameter
@@ -60,9 +61,7 @@ class ModelSource:
 def preset_names() -> list[str]:
     """The names of the presets, sorted."""
     folder = files("serried.models") / "presets"
-    return sorted(
-        entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")
-    )
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
 def preset_json(name: str) -> str:

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -20,27 +19,11 @@ from serried.parallel.link import Kind, pack_frame
 from serried.parallel.rank_process import DIED, RankProcess, Verdict, judge
 
 POLITE = 1.0  # seconds for the ranks to end by themselves
-GRACE = 2.0  # seconds from SIGTERM to SIGKILL
-
-
-@dataclass(frozen=True)
-class TorchrunWorld:
-    """The world that torchrun made, as its environment variables tell it."""
-
-    rank: int
-    size: int
-    local_rank: int
-    master_addr: str
-    master_port: int
-
-    @property
-    def loopback(self) -> bool:
-        """Whether all ranks are known to be on this machine."""
-        return self.master_addr in {"127.0.0.1", "localhost", "::1"}
+GRACE = 1.0  # seconds from SIGTERM to SIGKILL
 
 
 class RankProcesses:
-    """Ranks 1 to size - 1, each `python -m module`, which takes its end with ChildLink.from_argv().
+    """Ranks `first` to size - 1, each `python -m module`, which takes its end with ChildLink.from_argv().
 
     payload: bytes for every rank (the engine's configuration). env: the environment to pass on (config.py
     reads it). store_fd: a memfd that all ranks share, for torch_comm.anonymous_store. For use by one thread
@@ -56,15 +39,17 @@ class RankProcesses:
         threads_per_rank: int,
         env: Mapping[str, str],
         timeout: float = 60.0,
+        first: int = 1,
     ) -> None:
         self.size = size
+        self._first = first
         self.store_fd = os.memfd_create("serried-store")
         death_fd, hold_fd = os.pipe()
         self._ranks: list[RankProcess] = []
         self._finalizer = weakref.finalize(self, _end_all, self._ranks, (hold_fd, self.store_fd), os.getpid())
         child_env = _child_env(env, threads_per_rank)
         try:
-            for rank in range(1, size):
+            for rank in range(first, size):
                 fds = (death_fd, self.store_fd)
                 self._ranks.append(RankProcess(module, rank, size, fds, child_env))
             self.broadcast(payload, timeout)
@@ -101,7 +86,7 @@ class RankProcesses:
     def recv(self, rank: int, timeout: float = 60.0) -> bytes:
         """The next frame that a rank has sent; RankFailed after the deadline or where any rank fails."""
         deadline = time.monotonic() + timeout
-        sender = self._ranks[rank - 1]
+        sender = self._ranks[rank - self._first]
         while not sender.inbox:
             self._raise_worst()
             if not self._listen(deadline):

@@ -1,12 +1,14 @@
 """Communicator over PyTorch process groups: gloo for CPU tensors, NCCL for CUDA tensors.
 
-Whatever is only moved travels as bytes, so that no dtype and no uneven part is a special case.
+Whatever is only moved travels as bytes, so that no dtype and no uneven part is a special case. Nothing is
+registered in torch.distributed: several engines can live in one process, and the user's own process groups are
+left alone.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,11 +19,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from serried.errors import RankFailed
+from serried.config import TorchrunWorld
+from serried.errors import InputError, RankFailed
 from serried.parallel.comm import Array, Communicator, Counters, LocalComm, fold_nodes
-from serried.parallel.launch import TorchrunWorld
+from serried.parallel.meeting import Meeting, first_line
 from serried.parallel.reduction import ReductionPlan
-from serried.parallel.torch_group import TorchGroup, first_line
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -52,13 +54,32 @@ def join_torchrun(world: TorchrunWorld, timeout: float = 60.0) -> Store:
     return PrefixStore(f"serried/{engine}", store)
 
 
+def _gloo(store: Store, rank: int, size: int, timeout: float, loopback: bool) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=timeout)
+    options._devices = [gloo.create_device(hostname="127.0.0.1") if loopback else gloo.create_default_device()]
+    return gloo(store, rank, size, options)
+
+
+def _nccl(store: Store, rank: int, size: int, timeout: float) -> Any:
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
+    if nccl is None:
+        raise InputError("this build of PyTorch has no NCCL: install one for CUDA, or use the CPU")
+    options = nccl.Options()
+    # NCCL's own watchdog ends the whole process: it must not be the first to act
+    options._timeout = timedelta(seconds=2 * timeout)
+    return nccl(store, rank, size, options)
+
+
 class TorchComm:
     """A group of ranks over gloo (device "cpu") or NCCL (device "cuda": the current CUDA device).
 
     Takes torch tensors on that device, or (on the CPU) numpy arrays; gives back the same kind. `timeout` is
     the deadline of every operation in seconds. `loopback`: all ranks are on this machine, so bind to
-    127.0.0.1 only. `names`: the members' ranks in the world, for error messages (default: 0, 1, ...). Raises
-    RankFailed where a rank does not join.
+    127.0.0.1 only. `names`: the members' ranks in the world, for error messages (default: 0, 1, ...).
+    `watch` (RankProcesses.check) is called now and then while the others are awaited. Raises RankFailed where a
+    rank does not join, and what `watch` raises.
     """
 
     def __init__(
@@ -70,11 +91,17 @@ class TorchComm:
         timeout: float = 60.0,
         loopback: bool = False,
         names: Sequence[int] | None = None,
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank, self.size, self.counters = rank, size, Counters()
-        self._device = torch.device(device)
+        self._device, self._store, self._loopback = torch.device(device), store, loopback
+        on_device = self._device.type != "cpu"
+
+        def open_group() -> Any:
+            return _nccl(store, rank, size, timeout) if on_device else _gloo(store, rank, size, timeout, loopback)
+
         members = range(size) if names is None else names
-        self._group = TorchGroup(store, rank, members, self._device, timeout, loopback)
+        self._group = Meeting(store, rank, members, timeout, open_group, on_device, watch)
         self._subgroups = 0
 
     def all_reduce(self, x: Array) -> Array:
@@ -163,12 +190,12 @@ class TorchComm:
             return LocalComm()
         whole = self._group
         return TorchComm(
-            PrefixStore(f"group/{self._subgroups}", whole.store),
+            PrefixStore(f"group/{self._subgroups}", self._store),
             members.index(self.rank),
             len(members),
             self._device.type,
             whole.timeout,
-            whole.loopback,
+            self._loopback,
             [whole.names[r] for r in members],
         )
 

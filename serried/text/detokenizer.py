@@ -29,7 +29,7 @@ class _ByteStream:
 
     def feed(self, ids: Sequence[int]) -> str:
         tokenizer = self._tokenizer
-        kept = [index for index in ids if not tokenizer.is_control(index)] if self._skip else ids
+        kept = [index for index in ids if index not in tokenizer.control_ids] if self._skip else ids
         return self._decoder.decode(b"".join([tokenizer.token_bytes(index) for index in kept]))
 
     def finish(self) -> str:
@@ -62,7 +62,7 @@ class _PieceStream:
         texts = []
         for index in ids:
             piece = self._tokenizer.token_piece(index)
-            if piece is None or (self._skip and self._tokenizer.is_control(index)):
+            if piece is None or (self._skip and index in self._tokenizer.control_ids):
                 continue
             piece = self._rewrite(piece)
             if self._fallback and (match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)):

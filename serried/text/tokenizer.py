@@ -11,42 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from serried.errors import InputError
+from serried.text.gguf_tokenizer import rebuild
 
 if TYPE_CHECKING:
     import tokenizers
 
-# How each vocabulary cuts text before its merges apply. The names are llama.cpp's values of
-# tokenizer.ggml.pre; every regex cuts what the one before it left (an empty tuple is GPT-2's alone).
-_LLAMA3: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2: Final = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_QWEN35: Final = _QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
-_UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN: Final = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_PRE_TOKENIZERS: Final[dict[str, tuple[str, ...]]] = {
-    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), (_GPT2,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (r"\p{N}", _GPT2)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), (_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
-    "qwen35": (_QWEN35,),
-    "tekken": (_TEKKEN,),
-}
-# These look a whole piece of text up before they merge, and start a sequence with BOS unless told otherwise.
-_WHOLE_PIECES: Final = frozenset(k for k, v in _PRE_TOKENIZERS.items() if v in ((_LLAMA3,), (_TEKKEN,)))
-# The original tokenizers of these compose characters first; GGUF does not say so.
-_COMPOSED: Final = frozenset({"qwen2", "qwen35"})
-# GGUF names one end token, chat models have several; llama.cpp finds the others by these names.
-_END_NAMES = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>"}
-_END_NAMES |= {"<end_of_turn>", "<EOT>", "<_EOT>"}
-_CONTROL, _USER_DEFINED = 3, 4
+# Byte-level vocabularies write printable Latin-1 as it is, and the other bytes as characters from 256 on.
+_PLAIN: Final = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_ALPHABET = {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in _PLAIN)}
+_ALPHABET |= {chr(byte): byte for byte in _PLAIN}
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -60,26 +33,18 @@ def check_text(text: str, what: str = "the text") -> str:
     return text
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level vocabularies write for the 256 bytes: printable Latin-1 as it is."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
-
-
 class Tokenizer:
     """One vocabulary: text to ids (special-token literals stay text unless asked for) and ids to text.
 
-    `bos_id` and `eos_ids` are the control ids, `special_tokens` their literals for chat templates.
-    Safe to share between threads.
+    `control_ids` are what `decode` leaves out, `control_literals` their text; `special_tokens` has the named
+    ones for chat templates. Safe to share between threads.
     """
 
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
         *,
-        prefix: Sequence[int] = (),
-        suffix: Sequence[int] = (),
+        frame: tuple[Sequence[int], Sequence[int]] = ((), ()),
         bos_id: int | None = None,
         eos_ids: frozenset[int] = frozenset(),
         special_tokens: Mapping[str, str] | None = None,
@@ -88,14 +53,14 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._prefix, self._suffix = list(prefix), list(suffix)
+        self._prefix, self._suffix = frame
         self.bos_id, self.eos_ids = bos_id, eos_ids
         self.special_tokens: dict[str, str] = dict(special_tokens or {})
         self.chat_template = chat_template
         added = backend.get_added_tokens_decoder()
         self._added = {index: added[index] for index in sorted(added)}
         self.control_literals: dict[str, int] = {t.content: i for i, t in self._added.items() if t.special}
-        self._control = frozenset(self.control_literals.values())
+        self.control_ids = frozenset(self.control_literals.values())
         unknown = (self.special_tokens.get("unk_token"), getattr(backend.model, "unk_token", None))
         self._unknown = frozenset(self.control_literals[name] for name in unknown if name in self.control_literals)
         self._bytes: dict[int, bytes] = {}
@@ -104,12 +69,43 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
         """Read tokenizer.json and the files beside it; a missing or damaged one -> InputError naming it."""
-        return _from_directory(Path(path))
+        import tokenizers as hf
+
+        directory = Path(path)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise InputError(f"{path}: no such file; a model directory needs one (`save_pretrained` writes it)")
+        try:
+            backend = hf.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise InputError(f"{path}: not a tokenizer: {error}") from None
+        config = _read_json(directory / "tokenizer_config.json")
+        named = _special_names(_read_json(directory / "special_tokens_map.json") | config)
+        try:
+            _add_tokens(backend, config, named)
+            template = _template(directory, config)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            what = "tokenizer_config.json (added_tokens_decoder, chat_template) or chat_template.jinja"
+            raise InputError(f"{directory}: malformed {what}: {error!r}") from None
+        bos = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
+        eos = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
+        declared = _read_json(directory / "generation_config.json").get("eos_token_id")
+        if declared is None:
+            declared = _read_json(directory / "config.json").get("eos_token_id")
+        ends = declared if isinstance(declared, list) else [declared]
+        return cls(
+            backend,
+            frame=_frame(backend, config, bos, eos),
+            bos_id=bos,
+            eos_ids=frozenset(index for index in (eos, *ends) if isinstance(index, int)),
+            special_tokens=named,
+            chat_template=template,
+        )
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
         """Rebuild byte-level BPE from GGUF metadata; anything else -> InputError naming the key."""
-        return _from_gguf(metadata)
+        return cls(**rebuild(metadata)._asdict())
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Ids of a text, between BOS and EOS where the model wants them (`add_special`).
@@ -118,7 +114,7 @@ class Tokenizer:
         A lone surrogate -> InputError.
         """
         if parse_special:
-            ids: list[int] = self._backend.encode(check_text(text), add_special_tokens=False).ids
+            ids = self._backend.encode(check_text(text), add_special_tokens=False).ids
         else:
             ids = self.encode_parts([text])
         return [*self._prefix, *ids, *self._suffix] if add_special else ids
@@ -127,9 +123,9 @@ class Tokenizer:
         """Ids of one text given in parts: strings, in which literals stay text, and control ids."""
         backend, names, renumber = self._literal
         text = check_text("".join(names[part] if isinstance(part, int) else part for part in parts))
-        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        ids = backend.encode(text, add_special_tokens=False).ids
         # A Unigram or WordPiece model may hold control tokens as ordinary pieces.
-        for index in self._control.intersection(ids) - self._unknown:
+        for index in self.control_ids.intersection(ids) - self._unknown:
             literal = self._added[index].content
             raise InputError(f"this tokenizer cannot write {literal!r} as plain text: remove it from the text")
         return [renumber.get(index, index) for index in ids]
@@ -144,10 +140,9 @@ class Tokenizer:
         import tokenizers as hf
 
         twin = hf.Tokenizer(self._backend.model)
-        if self._backend.normalizer is not None:
-            twin.normalizer = self._backend.normalizer
-        if self._backend.pre_tokenizer is not None:
-            twin.pre_tokenizer = self._backend.pre_tokenizer
+        for name in ("normalizer", "pre_tokenizer"):
+            if (part := getattr(self._backend, name)) is not None:
+                setattr(twin, name, part)
         twin.add_tokens(list(self._added.values()))
         twin.encode_special_tokens = True
         nonce = secrets.token_hex(16)
@@ -158,27 +153,19 @@ class Tokenizer:
             renumber[twin.token_to_id(token.content)] = index
             if token.special:
                 names[index] = f"\ue000{nonce}:{index}\ue001"
-                stand_in = hf.AddedToken(
-                    names[index], lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=False
-                )
-                twin.add_tokens([stand_in])
+                sides = {"lstrip": token.lstrip, "rstrip": token.rstrip}
+                twin.add_tokens([hf.AddedToken(names[index], normalized=False, **sides)])
         # Looked up last: an id that a stand-in got may be the id that a token has in the file.
         stand_ins = {twin.token_to_id(name): index for index, name in names.items()}
         return twin, names, {new: old for new, old in (renumber | stand_ins).items() if new is not None}
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of a whole sequence at once; ids that the vocabulary lacks give nothing."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special)
-        return text
-
-    def is_control(self, token_id: int) -> bool:
-        """Whether `decode` leaves this id out when it skips special tokens."""
-        return token_id in self._control
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def token_piece(self, token_id: int) -> str | None:
         """How the vocabulary spells a token, or None for an id that it lacks."""
-        piece: str | None = self._backend.id_to_token(token_id)
-        return piece
+        return self._backend.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for in running text; none for an id that the vocabulary lacks."""
@@ -205,63 +192,17 @@ class Tokenizer:
         return tuple(state["decoders"]) if state["type"] == "Sequence" else (state,)
 
 
-_ALPHABET: Final = _byte_alphabet()
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise InputError(f"{path}: not readable as text: {error}") from None
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, {} where there is no such file; damaged -> InputError naming it."""
     if not path.is_file():
         return {}
     try:
-        value = json.loads(_read_text(path))
-    except ValueError as error:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise InputError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: a JSON object was expected, not {type(value).__name__}")
     return value
-
-
-def _from_directory(directory: Path) -> Tokenizer:
-    import tokenizers as hf
-
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise InputError(f"{path}: no such file; a model directory needs one (`save_pretrained` writes it)")
-    try:
-        backend = hf.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise InputError(f"{path}: not a tokenizer: {error}") from None
-    config = _read_json(directory / "tokenizer_config.json")
-    named = _special_names(_read_json(directory / "special_tokens_map.json") | config)
-    try:
-        _add_tokens(backend, config, named)
-        template = _template(directory, config)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        where = directory / "tokenizer_config.json"
-        raise InputError(f"{where}: malformed added_tokens_decoder or chat_template: {error!r}") from None
-    bos = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
-    eos = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
-    prefix, suffix = _frame(backend, config, bos, eos)
-    declared = _read_json(directory / "generation_config.json").get("eos_token_id")
-    if declared is None:
-        declared = _read_json(directory / "config.json").get("eos_token_id")
-    ends = declared if isinstance(declared, list) else [declared]
-    return Tokenizer(
-        backend,
-        prefix=prefix,
-        suffix=suffix,
-        bos_id=bos,
-        eos_ids=frozenset(index for index in (eos, *ends) if isinstance(index, int)),
-        special_tokens=named,
-        chat_template=template,
-    )
 
 
 def _special_names(config: Mapping[str, Any]) -> dict[str, str]:
@@ -292,96 +233,22 @@ def _frame(
 ) -> tuple[list[int], list[int]]:
     """The ids before and after a text: as tokenizer_config.json says, else as tokenizer.json does."""
     if config.get("add_bos_token") is not None or config.get("add_eos_token") is not None:
-        return (
-            [bos] if bos is not None and config.get("add_bos_token") else [],
-            [eos] if eos is not None and config.get("add_eos_token") else [],
-        )
+        flags = (bos, config.get("add_bos_token")), (eos, config.get("add_eos_token"))
+        first, last = ([index] if index is not None and flag else [] for index, flag in flags)
+        return first, last
     sample = backend.encode("a", add_special_tokens=True)
     mask = sample.special_tokens_mask
-    first = mask.index(0) if 0 in mask else len(mask)
-    after = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
-    return sample.ids[:first], sample.ids[after:]
+    start = mask.index(0) if 0 in mask else len(mask)
+    end = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
+    return sample.ids[:start], sample.ids[end:]
 
 
 def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else the one in tokenizer_config.json (of several, the one named default)."""
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return _read_text(path)
+        return path.read_text(encoding="utf-8")
     template = config.get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template if isinstance(template, str) else None
-
-
-def _gguf_tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int], list[tuple[str, str]], str]:
-    """Tokens, their types, merges and the name of the pre-tokenizer; missing or unknown -> InputError."""
-    model = metadata.get("tokenizer.ggml.model")
-    if model != "gpt2":
-        raise InputError(f"tokenizer.ggml.model is {model!r}: only 'gpt2' (byte-level BPE) is read from GGUF")
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in _PRE_TOKENIZERS:
-        raise InputError(f"tokenizer.ggml.pre is {pre!r}: known are {', '.join(sorted(_PRE_TOKENIZERS))}")
-    for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
-        if key not in metadata:
-            raise InputError(f"{key} is missing from the GGUF file: no tokenizer without it")
-    tokens = [str(token) for token in metadata["tokenizer.ggml.tokens"]]
-    types = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [1] * len(tokens)
-    if len(types) != len(tokens):
-        raise InputError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
-    merges = [tuple(str(merge).split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    return tokens, types, [(pair[0], pair[-1]) for pair in merges], pre
-
-
-def _gguf_backend(tokens: list[str], types: list[int], merges: list[tuple[str, str]], pre: str) -> tokenizers.Tokenizer:
-    import tokenizers as hf
-    from tokenizers import decoders, models, normalizers, pre_tokenizers
-
-    vocab = {token: index for index, token in enumerate(tokens)}
-    try:
-        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _WHOLE_PIECES)
-    except Exception as error:  # the library raises bare Exception
-        raise InputError(f"tokenizer.ggml.merges do not fit tokenizer.ggml.tokens: {error}") from None
-    backend = hf.Tokenizer(model)
-    if pre in _COMPOSED:
-        backend.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(hf.Regex(regex), "isolated") for regex in _PRE_TOKENIZERS[pre]]
-    # tokenizer.ggml.add_space_prefix is for SentencePiece; llama.cpp ignores it here too.
-    bytes_last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_last])
-    backend.decoder = decoders.ByteLevel()
-    backend.add_tokens(
-        [
-            hf.AddedToken(token, normalized=False, special=kind == _CONTROL)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in (_CONTROL, _USER_DEFINED) and token
-        ]
-    )
-    return backend
-
-
-def _from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    tokens, types, merges, pre = _gguf_tokens(metadata)
-    ids: dict[str, int] = {}
-    for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
-        key = f"tokenizer.ggml.{name}_token_id"
-        if key in metadata:
-            ids[name] = int(metadata[key])
-            if not 0 <= ids[name] < len(tokens):
-                raise InputError(f"{key} is {ids[name]}, but there are {len(tokens)} tokens")
-            # A token that the file names has a part to play, whatever its type says.
-            types[ids[name]] = _CONTROL
-    named_ends = {i for i, kind in enumerate(types) if kind == _CONTROL and tokens[i] in _END_NAMES}
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", pre in _WHOLE_PIECES)
-    add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
-    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    template = metadata.get("tokenizer.chat_template")
-    return Tokenizer(
-        _gguf_backend(tokens, types, merges, pre),
-        prefix=[ids["bos"]] if add_bos and "bos" in ids else [],
-        suffix=[ids["eos"]] if add_eos and "eos" in ids else [],
-        bos_id=ids.get("bos"),
-        eos_ids=frozenset(named_ends | {ids[name] for name in ("eos", "eot", "eom") if name in ids}),
-        special_tokens={names[name]: tokens[index] for name, index in ids.items() if name in names},
-        chat_template=template if isinstance(template, str) else None,
-    )

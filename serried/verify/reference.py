@@ -1,7 +1,8 @@
 """A plain decoder of its own: unsplit, no cache, no parallel layer, no code shared with what it checks.
 
-Only the config and the checkpoint's reader are common. It computes a whole sequence at once in float32: short, and
-easy to hold against a textbook.
+Only the config and the checkpoint's reader are common. It computes a whole sequence at once: short, and easy to hold
+against a textbook. It keeps the weights in float32 and computes in float64, so that what differs is the error of the
+run that it is compared with, not its own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ROWS = 4096  # read at once
 
 
 class Reference:
-    """Logits of a whole sequence from a whole checkpoint, in float32."""
+    """Logits of a whole sequence from a whole checkpoint, computed in float64."""
 
     def __init__(
         self, config: ModelConfig, checkpoint: Checkpoint, threads: int, progress: Progress | None = None
@@ -42,7 +43,7 @@ class Reference:
     def logits(self, tokens: list[int]) -> npt.NDArray[np.float32]:
         """float32 [len(tokens), vocabulary]."""
         c, names = self.config, self.config.family.names
-        x = self.weights[f"{names.embedding}.weight"][torch.tensor(tokens)]
+        x = self.weights[f"{names.embedding}.weight"][torch.tensor(tokens)].double()
         cos, sin = _rotation(c.rope, c.head_dim, len(tokens))
         for i in range(c.num_layers):
             layer = names.layer.format(i=i)
@@ -54,7 +55,7 @@ class Reference:
             x = x + self._linear(_activate(gate, c.activation) * up, f"{layer}.{names.down_proj}")
         x = self._norm(x, names.final_norm)
         head = names.embedding if c.tied else names.lm_head
-        result: npt.NDArray[np.float32] = self._linear(x, head).numpy()
+        result: npt.NDArray[np.float32] = self._linear(x, head).float().numpy()
         return result
 
     def _attention(self, h: torch.Tensor, layer: str, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -74,10 +75,12 @@ class Reference:
         return self._linear(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), f"{layer}.{names.o_proj}")
 
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        y = F.linear(x, self.weights[f"{name}.weight"].double())
+        bias = self.weights.get(f"{name}.bias")
+        return y if bias is None else y + bias
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.config.norm_eps)
+        return F.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"].double(), self.config.norm_eps)
 
 
 def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
@@ -100,12 +103,12 @@ def _activate(x: torch.Tensor, name: str) -> torch.Tensor:
 
 def _rotation(rope: RopeConfig, head_dim: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin: [length, 1, head_dim]."""
-    frequencies = rope.theta ** -(torch.arange(0, head_dim, 2).float() / head_dim)
+    frequencies = rope.theta ** -(torch.arange(0, head_dim, 2).double() / head_dim)
     if rope.kind == "factors":
-        frequencies = frequencies / torch.tensor(rope.factors)
+        frequencies = frequencies / torch.tensor(rope.factors, dtype=torch.float64)
     elif rope.kind == "llama3":
-        frequencies = torch.tensor([_llama3(f, rope) for f in frequencies.tolist()])
-    angles = torch.outer(torch.arange(length).float(), frequencies).repeat(1, 2)
+        frequencies = torch.tensor([_llama3(f, rope) for f in frequencies.tolist()], dtype=torch.float64)
+    angles = torch.outer(torch.arange(length).double(), frequencies).repeat(1, 2)
     return angles.cos()[:, None], angles.sin()[:, None]
 
 

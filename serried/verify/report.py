@@ -44,39 +44,35 @@ def print_report(report: Report) -> None:
     from rich.table import Table
 
     console = Console()
-    table = Table(
-        title=f"{report.model}, {report.config.dtype}, {report.config.backend}", box=box.SIMPLE_HEAD
-    )
-    for heading in ("tp", "rank", "parameters", "q heads", "kv heads", "peak MiB"):
-        table.add_column(heading, justify="right")
-    for heading in ("all-reduces", "largest diff", "bits", "tokens", "diff to reference"):
-        table.add_column(heading, justify="right")
+    title = f"{report.model}, {report.config.dtype}, {report.config.backend}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
+    for heading in ("tp", "rank", "params", "q", "kv", "MiB", "reduces", "diff", "bits", "tokens", "to ref"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for c in report.comparisons:
+        reference = "-" if c.max_abs_diff_reference is None else f"{c.max_abs_diff_reference:.1e}"
+        verdict = (
+            f"{c.run.all_reduces_prefill}",
+            f"{c.max_abs_logit_diff:.1e}",
+            "equal" if c.bitwise_equal else "differ",
+            "equal" if c.tokens_equal else "differ",
+            reference,
+        )
         for rank, info in enumerate(c.run.ranks):
-            reference = "-" if c.max_abs_diff_reference is None else f"{c.max_abs_diff_reference:.1e}"
-            verdict = (
-                f"{c.run.all_reduces_prefill}",
-                f"{c.max_abs_logit_diff:.1e}",
-                "equal" if c.bitwise_equal else "differ",
-                "equal" if c.tokens_equal else "differ",
-                reference,
-            )
             table.add_row(
                 f"{c.run.tp}" if rank == 0 else "",
                 f"{rank}",
-                f"{info.parameters:,}",
+                f"{info.parameters / 1e6:.1f} M",
                 f"{info.query_heads}",
                 f"{info.kv_heads}",
                 f"{info.peak_rss_bytes >> 20:,}",
                 *(verdict if rank == 0 else ()),
-                end_section=rank == len(c.run.ranks) - 1,
             )
     console.print(table)
     first = report.comparisons[0]
     console.print(
         f"prompt of {len(report.prompt)} tokens, {len(first.run.tokens)} greedy tokens "
         f"({len(set(first.run.tokens))} distinct); logits spread {first.logit_std:.2f}; "
-        f"all-reduces are of the prefill",
+        "reduces: all-reduces of the prefill; q, kv: heads; MiB: a rank's peak while loading",
         highlight=False,
     )
     if report.ok:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from serried.errors import CheckpointError
 from serried.parallel.reduction import Span
 from serried.weights.checkpoint import Array, TensorInfo
-from serried.weights.safetensors import slice_shape
+from serried.weights.files import slice_shape
 
 _Words = npt.NDArray[np.uint32]
 
@@ -39,8 +39,7 @@ class DummyCheckpoint:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
         self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(tuple(shape), "BF16", f"random weights (seed {seed})")
-            for name, shape in shapes.items()
+            name: TensorInfo(tuple(shape), "BF16", f"random weights (seed {seed})") for name, shape in shapes.items()
         }
         self._seed = seed
 

@@ -48,20 +48,14 @@ def load_parameters(
         parameter.value = destination.finish()
 
 
-def check_tensors(
-    parameters: Iterable[Parameter], checkpoint: Checkpoint, ignored: Callable[[str], bool]
-) -> None:
+def check_tensors(parameters: Iterable[Parameter], checkpoint: Checkpoint, ignored: Callable[[str], bool]) -> None:
     """Compare what the model wants with what the checkpoint has, before anything is read."""
     wanted = tensor_shapes(parameters)
     for name, shape in wanted.items():
         found = checkpoint.tensors.get(name)
         if found is None:
             files = sorted({info.file for info in checkpoint.tensors.values()})
-            where = (
-                files[0] + (f" and {len(files) - 1} more" if len(files) > 1 else "")
-                if files
-                else "checkpoint"
-            )
+            where = files[0] + (f" and {len(files) - 1} more" if len(files) > 1 else "") if files else "checkpoint"
             raise CheckpointError(f"{where}: tensor {name} of shape {list(shape)} is missing")
         if found.shape != shape:
             raise CheckpointError(

@@ -215,10 +215,12 @@ def missing(comm: TorchComm) -> None:
         assert caught.value.rank == comm.size - 1
 
 
-def endless(comm: Communicator, victim: int, how: str) -> None:
-    """All-reduce for ever, until the victim dies inside one or raises between two."""
-    if how == "kill" and comm.rank == victim:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+def endless(comm: TorchComm, victim: int, how: str) -> None:
+    """All-reduce for ever, with a deadline of 1.5 s, until the victim dies or stops inside one, or raises."""
+    store = PrefixStore("endless", comm._group.store)
+    comm = TorchComm(store, comm.rank, comm.size, timeout=1.5, loopback=True)
+    if how.startswith("SIG") and comm.rank == victim:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.Signals[how])).start()
     for turn in range(1_000_000):
         if how == "raise" and comm.rank == victim and turn == 20:
             raise LookupError("a tensor fell over")

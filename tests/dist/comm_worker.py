@@ -11,13 +11,15 @@ from serried.parallel.link import ChildLink
 
 def main() -> None:
     with ChildLink.from_argv() as link:
+        plan = msgspec.msgpack.decode(link.payload)
+        if link.rank == plan["absent"]:
+            raise MemoryError("no room for PyTorch")
         import comm_checks
 
         from serried.parallel.torch_comm import TorchComm, anonymous_store
 
-        timeout = msgspec.msgpack.decode(link.payload)["timeout"]
         store = anonymous_store(link.store_fd, link.size)
-        comm = TorchComm(store, link.rank, link.size, timeout=timeout, loopback=True)
+        comm = TorchComm(store, link.rank, link.size, timeout=plan["timeout"], loopback=True)
         link.ready()
         while True:
             check, arguments = msgspec.msgpack.decode(link.recv())

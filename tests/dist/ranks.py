@@ -44,13 +44,13 @@ class Watch:
 class World:
     """Rank 0 in this process and the others in theirs, all of which run the checks of comm_checks.py."""
 
-    def __init__(self, size: int, timeout: float = 30.0) -> None:
+    def __init__(self, size: int, timeout: float = 30.0, absent: int = 0) -> None:
         from serried.parallel.torch_comm import TorchComm, anonymous_store
 
         self.size = size
-        self.processes = start("comm_worker", size, timeout=timeout)
+        self.processes = start("comm_worker", size, timeout=timeout, absent=absent)
         store = anonymous_store(self.processes.store_fd, size)
-        self.comm = TorchComm(store, 0, size, timeout=timeout, loopback=True)
+        self.comm = TorchComm(store, 0, size, timeout=timeout, loopback=True, watch=self.processes.check)
         self.processes.wait_ready()
 
     def begin(self, check: str, **arguments: Any) -> None:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from ranks import HERE, Watch, World
 
+from serried.config import TorchrunWorld
 from serried.errors import InputError, RankFailed
-from serried.parallel.launch import TorchrunWorld
 from serried.parallel.torch_comm import TorchComm, join_torchrun
 
 CHECKS = [

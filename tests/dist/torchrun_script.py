@@ -5,7 +5,7 @@ import os
 import comm_checks
 import torch.distributed as dist
 
-from serried.parallel.launch import TorchrunWorld
+from serried.config import TorchrunWorld
 from serried.parallel.torch_comm import TorchComm, join_torchrun
 
 env = os.environ

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ from serried.errors import RankFailed
 @pytest.mark.parametrize(
     ("how", "reason", "trace"),
     [
-        ("kill", "killed by SIGKILL", ""),
+        ("SIGKILL", "killed by SIGKILL", ""),
         ("raise", "LookupError: a tensor fell over", 'raise LookupError("a tensor fell over")'),
     ],
 )
@@ -35,22 +34,30 @@ def test_a_rank_dies_inside_a_collective(victim: int, how: str, reason: str, tra
     assert error.rank == victim
     assert reason in error.reason
     assert trace in error.traceback
-    with pytest.raises(RankFailed, match="all_reduce"):  # and it goes on failing, at once
+    with pytest.raises(RankFailed, match="all_reduce"):  # the whole world goes on failing, at once
         world.comm.all_reduce(np.ones(3, np.float32))
     world.close()
     assert not watch.survivors(0)
 
 
-def test_a_stopped_rank() -> None:
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_rank_that_fails_before_it_joins(victim: int) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankFailed, match=f"rank {victim}: MemoryError: no room for PyTorch"):
+        World(3, absent=victim)
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_rank_stops_inside_a_collective(victim: int) -> None:
     """Alive but silent: the deadline ends the wait, and the ranks that do answer tell who does not."""
-    world = World(3, timeout=1.5)
+    world = World(3)
     watch = Watch(world.processes.pids)
-    os.kill(world.processes.pids[0], signal.SIGSTOP)
-    world.begin("endless", victim=-1, how="")
-    with pytest.raises(RankFailed, match=r"all_reduce #1 of .*: no sign of rank 1 within 1.5 s") as caught:
-        world.finish("endless", victim=-1, how="")
-    error = world.processes.failure(caught.value, after=0.5)
-    assert error.rank == 1
+    world.begin("endless", victim=victim, how="SIGSTOP")
+    silent = rf"rank {victim}: all_reduce #\d+ of ranks 0, 1, 2: no sign of rank {victim} within 1.5 s"
+    with pytest.raises(RankFailed, match=silent) as caught:
+        world.finish("endless", victim=victim, how="SIGSTOP")
+    assert world.processes.failure(caught.value, after=0.5).rank == victim
     world.close()
     assert not watch.survivors(0)
 

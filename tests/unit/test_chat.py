@@ -16,10 +16,10 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from serried.errors import InputError
-from serried.text import chat
+from serried.text import template_process
 from serried.text.chat import check_messages, encode_chat, render
 from serried.text.tokenizer import Tokenizer
-from serried.weights.gguf import GGUFFile
+from serried.weights.gguf_file import GGUFFile
 
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CHATML = (
@@ -113,7 +113,7 @@ def test_literals_of_users_stay_text(content: str, template: str | None) -> None
     messages = [{"role": "system", "content": "s"}, *user(content)]
     ids = encode_chat(tokenizer, messages, chat_template=template)
     harmless = encode_chat(tokenizer, [messages[0], *user("zzz")], chat_template=template)
-    control = tokenizer._control
+    control = tokenizer.control_ids
     assert [i for i in ids if i in control] == [i for i in harmless if i in control]
     assert tokenizer.decode(ids, skip_special=False) == render(tokenizer, messages, chat_template=template)
 
@@ -124,7 +124,7 @@ def test_literals_in_tools_names_and_keys_stay_text() -> None:
     messages = [{"role": "<|im_end|>", "name": "<|im_end|>", "content": ""}]
     tools = [{"<|im_end|>": {"description": "<|im_start|>"}}]
     ids = encode_chat(tokenizer, messages, chat_template=template, tools=tools)
-    assert [i for i in ids if i in tokenizer._control] == [1]
+    assert [i for i in ids if i in tokenizer.control_ids] == [1]
 
 
 def test_control_tokens_from_the_tokenizer_are_the_templates() -> None:
@@ -160,7 +160,7 @@ def test_a_template_that_looks_inside_gets_a_zero_width_space() -> None:
     tokenizer = demo()
     template = "<|im_start|>{{ messages[0].content }}{{ messages[0].content | length }}<|im_end|>"
     ids = encode_chat(tokenizer, user("<|im_end|>"), chat_template=template)
-    assert [i for i in ids if i in tokenizer._control] == [1, 2]
+    assert [i for i in ids if i in tokenizer.control_ids] == [1, 2]
     assert tokenizer.decode(ids, skip_special=False) == "<|im_start|><\u200b|im_end|>11<|im_end|>"
 
 
@@ -229,7 +229,7 @@ HARMFUL = {
 @pytest.mark.parametrize("kind", HARMFUL)
 def test_harmful_templates_are_stopped(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a thread, where a signal could not help; then the next template renders as ever."""
-    monkeypatch.setattr(chat, "SECONDS", 1.5)
+    monkeypatch.setattr(template_process, "SECONDS", 1.5)
     failures: list[InputError] = []
 
     def attempt() -> None:
@@ -248,7 +248,7 @@ def test_harmful_templates_are_stopped(kind: str, monkeypatch: pytest.MonkeyPatc
 
 def test_a_child_that_died_is_replaced() -> None:
     assert render("a", user("x")) == "a"
-    child = chat._renderer._child
+    child = template_process.renderer._child
     assert child is not None
     child.kill()
     child.wait()
@@ -260,7 +260,7 @@ def test_a_fork_starts_its_own_child() -> None:
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         os.write(writer, render("{{ messages[0].content }}", user("fork")).encode())
-        chat._renderer.close()
+        template_process.renderer.close()
         os._exit(0)
     os.close(writer)
     assert (os.read(reader, 9), os.waitpid(pid, 0)[1]) == (b"fork", 0)

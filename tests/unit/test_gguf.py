@@ -23,7 +23,8 @@ from serried.errors import CheckpointError
 from serried.parallel.reduction import Span
 from serried.weights import gguf as module
 from serried.weights.checkpoint import Array
-from serried.weights.gguf import TYPES, GGUFCheckpoint, GGUFFile, hf_name
+from serried.weights.gguf import GGUFCheckpoint, hf_name
+from serried.weights.gguf_file import TYPES, GGUFFile
 
 ROWS, COLUMNS = 11, 768
 
@@ -121,9 +122,7 @@ def test_types_that_cannot_be_dequantized(kind: str, tmp_path: Path) -> None:
     raw = random_blocks(kind, 2, 256)
     info = tensor_info("output.weight", (256, 2), GGMLQuantizationType[kind].value)
     checkpoint = open_checkpoint(build(tmp_path / "m.gguf", [], [info], raw.tobytes()))
-    with pytest.raises(
-        CheckpointError, match=rf"m\.gguf: tensor 'output\.weight': type {kind} cannot be deq"
-    ):
+    with pytest.raises(CheckpointError, match=rf"m\.gguf: tensor 'output\.weight': type {kind} cannot be deq"):
         checkpoint.read("lm_head.weight", Span(0, 1))
 
 
@@ -234,9 +233,7 @@ def test_any_slice_of_a_permuted_tensor(llama: tuple[Path, dict[str, Any]], data
         checkpoint = open_checkpoint(path)
         values = checkpoint.read(name, rows, columns)
         checkpoint.close()
-    assert_same(
-        values, expected[slice(*rows)] if columns is None else expected[slice(*rows), slice(*columns)]
-    )
+    assert_same(values, expected[slice(*rows)] if columns is None else expected[slice(*rows), slice(*columns)])
     whole_heads = (rows.size + 2 * HEAD) * 68 if expected.ndim == 2 else (rows.size + 2 * HEAD) * 4
     assert checkpoint.bytes_read <= whole_heads
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from serried.errors import CheckpointError
 from serried.parallel.reduction import Span
-from serried.weights import safetensors as module
+from serried.weights import files
 from serried.weights.checkpoint import Array
 from serried.weights.safetensors import SafetensorsCheckpoint, TensorSource, write_safetensors
 
@@ -115,7 +115,7 @@ def test_rows_are_one_read_and_columns_one_a_row(tmp_path: Path, reads: list[tup
 def test_large_reads_come_in_pieces_with_no_second_copy(
     tmp_path: Path, reads: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "READ_PIECE", 1 << 20)
+    monkeypatch.setattr(files, "READ_PIECE", 1 << 20)
     values = np.random.default_rng(0).standard_normal((1024, 1100), np.float32)
     safetensors.numpy.save_file({"w": values}, tmp_path / "model.safetensors")
     checkpoint = SafetensorsCheckpoint(tmp_path)
@@ -134,9 +134,7 @@ def test_other_dtypes_are_listed_and_refused_by_name(tmp_path: Path) -> None:
     safetensors.torch.save_file(tensors, path)
     checkpoint = SafetensorsCheckpoint(path)
     assert checkpoint.tensors["w"].format == "F8_E4M3"
-    with pytest.raises(
-        CheckpointError, match=r"model\.safetensors: tensor 'w': dtype F8_E4M3 .* F32, F16, BF16"
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor 'w': dtype F8_E4M3 .* F32, F16, BF16"):
         checkpoint.read("w", Span(0, 4))
     with pytest.raises(CheckpointError, match="tensor 'ids': dtype I64"):
         checkpoint.read("ids", Span(0, 3))
@@ -157,9 +155,7 @@ def test_other_dtypes_are_listed_and_refused_by_name(tmp_path: Path) -> None:
 )
 def test_slices_that_do_not_exist(tmp_path: Path, name: str, rows: Span, columns: Span | None) -> None:
     shapes = {"w": (4, 3), "v": (4,), "cube": (2, 2, 2), "scalar": ()}
-    safetensors.numpy.save_file(
-        {n: np.zeros(s, np.float32) for n, s in shapes.items()}, tmp_path / "x.safetensors"
-    )
+    safetensors.numpy.save_file({n: np.zeros(s, np.float32) for n, s in shapes.items()}, tmp_path / "x.safetensors")
     checkpoint = SafetensorsCheckpoint(tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match=rf"x\.safetensors: tensor '{name}'"):
         checkpoint.read(name, rows, columns)
@@ -370,8 +366,7 @@ def test_what_is_written_loads_with_the_library(tmp_path: Path) -> None:
 def test_the_writer_holds_one_chunk_at_a_time(tmp_path: Path) -> None:
     chunk = 1 << 18
     sources = [
-        TensorSource(n, "F32", (32, chunk), lambda: (np.full(chunk, i, np.float32) for i in range(32)))
-        for n in "ab"
+        TensorSource(n, "F32", (32, chunk), lambda: (np.full(chunk, i, np.float32) for i in range(32))) for n in "ab"
     ]
     tracemalloc.start()
     write_safetensors(tmp_path / "model.safetensors", sources)

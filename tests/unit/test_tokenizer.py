@@ -16,9 +16,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from serried.errors import InputError
-from serried.text import tokenizer as module
+from serried.text import gguf_tokenizer
 from serried.text.tokenizer import Tokenizer
-from serried.weights.gguf import GGUFFile
+from serried.weights.gguf_file import GGUFFile
 
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ALPHABETS = [
@@ -111,7 +111,7 @@ def test_special_literals_in_a_users_text_stay_text() -> None:
     mine = demo()
     for literal, index in mine.control_literals.items():
         ids = mine.encode(f"a {literal} b{literal}")
-        assert not mine._control.intersection(ids)
+        assert not mine.control_ids.intersection(ids)
         assert mine.decode(ids) == f"a {literal} b{literal}"
         assert index in mine.encode(f"a {literal} b", parse_special=True)
 
@@ -273,8 +273,8 @@ def test_split_expressions_equal_the_original_ones() -> None:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS
 
     for name, regex in SPLITS.items():
-        if name in module._PRE_TOKENIZERS:
-            assert module._PRE_TOKENIZERS[name] == (regex,), name
+        if name in gguf_tokenizer._PRE_TOKENIZERS:
+            assert gguf_tokenizer._PRE_TOKENIZERS[name] == (regex,), name
 
 
 def test_gpt2_expression_equals_byte_level() -> None:

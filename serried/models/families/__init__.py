@@ -15,9 +15,5 @@ def find_family(architecture: str, where: str) -> Family:
     for family in FAMILIES:
         if architecture in (*family.architectures, *family.gguf_architectures):
             return family
-    known = sorted(
-        name for family in FAMILIES for name in (*family.architectures, *family.gguf_architectures)
-    )
-    raise InputError(
-        f"{where}: architecture {architecture!r} is not supported; supported are {', '.join(known)}"
-    )
+    known = sorted(name for family in FAMILIES for name in (*family.architectures, *family.gguf_architectures))
+    raise InputError(f"{where}: architecture {architecture!r} is not supported; supported are {', '.join(known)}")

@@ -1,7 +1,6 @@
-"""A PyTorch process group as an object: opened, waited for with a deadline, and asked who is to blame.
+"""How ranks meet: they wait for each other with a deadline, and the one that is missing gets the blame.
 
-Nothing is registered in torch.distributed: several engines can live in one process, and the user's own
-process groups are left alone.
+Knows of PyTorch only what a store and a process group can do; torch_comm.py makes them.
 """
 
 from __future__ import annotations
@@ -10,23 +9,32 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
-
-from serried.errors import InputError, RankFailed
+from serried.errors import RankFailed
 
 LATE = 0.9  # of the deadline: a failure after that is a peer that did not come, before it one that went away
+LOOK_AROUND = 0.2  # seconds between two looks at the liveness of those who have not joined yet
 ROLL_CALL = 1.0  # seconds that ranks get to say that they, too, are stuck
 
 
-class TorchGroup:
-    """gloo for device "cpu", NCCL for "cuda". `names`: the members' ranks in the world, for error messages.
+class Store(Protocol):
+    """What is used of a torch.distributed store; its operations raise RuntimeError where they fail."""
 
-    `timeout` (seconds) is the deadline of joining and of every operation. `loopback`: bind to 127.0.0.1 only.
-    Raises RankFailed where a rank does not join.
+    def set_timeout(self, timeout: timedelta, /) -> None: ...
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+
+
+class Meeting:
+    """A process group: opened when all are here, waited for with a deadline, and asked who is to blame.
+
+    `names`: the members' ranks in the world, for error messages. `timeout` (seconds): the deadline of joining
+    and of every operation. `open_group`: makes the process group, once all are here. `on_device`: its work goes
+    on after wait() has returned, and its abort() ends that. `watch`: called now and then while others are
+    awaited; may raise. Raises RankFailed where a rank does not join.
     """
 
     def __init__(
@@ -34,14 +42,15 @@ class TorchGroup:
         store: Store,
         rank: int,
         names: Sequence[int],
-        device: torch.device,
         timeout: float,
-        loopback: bool,
+        open_group: Callable[[], Any],
+        on_device: bool,
+        watch: Callable[[], None],
     ) -> None:
-        self.store, self.rank, self.names = store, rank, tuple(names)
-        self.device, self.timeout, self.loopback = device, timeout, loopback
+        self.store, self.rank, self.names, self.timeout = store, rank, tuple(names), timeout
+        self._on_device = on_device
         self._sequence = 0
-        self._group: Any = self._join()
+        self._group: Any = self._join(open_group, watch)
 
     def meet(self, operation: str, post: Callable[[Any], Any], peers: Sequence[int] | None = None) -> None:
         """Post one operation and wait for it; RankFailed after the deadline or where a peer is gone.
@@ -54,7 +63,7 @@ class TorchGroup:
         start = time.monotonic()
         try:
             work = post(self._group)
-            if self.device.type == "cuda":
+            if self._on_device:
                 self._await_device(work, start + self.timeout)
             work.wait()
         except RuntimeError as error:
@@ -63,37 +72,26 @@ class TorchGroup:
 
     def close(self) -> None:
         group, self._group = self._group, None
-        if group is not None and self.device.type == "cuda":
+        if group is not None and self._on_device:
             group.abort()  # shutdown would wait for a peer that is gone
 
-    def _join(self) -> Any:
-        size = len(self.names)
+    def _join(self, open_group: Callable[[], Any], watch: Callable[[], None]) -> Any:
+        what = f"joining the group of {_ranks(self.names)}"
         try:
             self.store.set_timeout(timedelta(seconds=self.timeout))
             self.store.set(f"here/{self.rank}", "")
-            return self._gloo(size) if self.device.type == "cpu" else self._nccl(size)
+            self._await_members(what, watch)
+            return open_group()
         except RuntimeError as error:
-            absent = [self.names[r] for r in self._unset("here", range(size))]
-            who = f"; no sign of {_ranks(absent)}" if absent else ""
-            reason = f"joining the group of {_ranks(self.names)} within {self.timeout:g} s{who}"
-            culprit = absent[0] if absent else self.names[self.rank]
-            raise RankFailed(culprit, f"{reason} ({first_line(error)})") from error
+            raise RankFailed(self.names[self.rank], f"{what}: {first_line(error)}") from error
 
-    def _gloo(self, size: int) -> Any:
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timedelta(seconds=self.timeout)
-        options._devices = [gloo.create_device(hostname="127.0.0.1") if self.loopback else gloo.create_default_device()]
-        return gloo(self.store, self.rank, size, options)
-
-    def _nccl(self, size: int) -> Any:
-        nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
-        if nccl is None:
-            raise InputError("this build of PyTorch has no NCCL: install one for CUDA, or use the CPU")
-        options = nccl.Options()
-        # NCCL's own watchdog ends the whole process: it must not be the first to act
-        options._timeout = timedelta(seconds=2 * self.timeout)
-        return nccl(self.store, self.rank, size, options)
+    def _await_members(self, what: str, watch: Callable[[], None]) -> None:
+        """Wait until all are here: the process group's own wait can neither name the absent nor look around."""
+        deadline = time.monotonic() + self.timeout
+        while absent := [self.names[r] for r in self._unset("here", range(len(self.names)), LOOK_AROUND)]:
+            watch()
+            if time.monotonic() > deadline:
+                raise RankFailed(absent[0], f"{what}: no sign of {_ranks(absent)} within {self.timeout:g} s")
 
     def _await_device(self, work: Any, deadline: float) -> None:
         """Wait on the host until the device has done the work.

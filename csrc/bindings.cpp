@@ -1,0 +1,225 @@
+// The Python module: kernels of one instruction set, weights, a rank's threads, its program, its collectives.
+#include <dlfcn.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "comm/bindings_comm.hpp"
+#include "cpu.hpp"
+#include "kernels/kernels.hpp"
+#include "program/pool.hpp"
+#include "program/program.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace serried {
+namespace {
+
+using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Logits = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// One instruction set's kernels, opened from their own shared object, which stays open.
+struct KernelSet {
+  const Kernels* table;
+  explicit KernelSet(const std::string& path) {
+    void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (!handle) throw std::runtime_error(dlerror());
+    auto* open = reinterpret_cast<const Kernels* (*)()>(dlsym(handle, "serried_kernels"));
+    if (!open) throw std::runtime_error(path + ": has no serried_kernels");
+    table = open();
+  }
+};
+
+Dtype dtype_of(const std::string& name) {
+  if (name == "float32") return Dtype::kFloat32;
+  if (name == "bfloat16") return Dtype::kBFloat16;
+  throw std::invalid_argument("dtype " + name + ": the native kernels take float32 and bfloat16");
+}
+
+Activation activation_of(const std::string& name) {
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "gelu_pytorch_tanh") return Activation::kGeluTanh;
+  throw std::invalid_argument("activation " + name + ": the native kernels have silu, gelu, gelu_pytorch_tanh");
+}
+
+// The memory of a rank's weights and KV cache.
+class Store {
+ public:
+  explicit Store(const KernelSet& kernels) : k_(*kernels.table) {}
+
+  Weight linear(int64_t outputs, int64_t columns, const std::string& dtype) {
+    Weight weight{dtype_of(dtype), outputs, columns, round_up(columns, kPad), nullptr};
+    weight.data = arena_.allocate(static_cast<size_t>(weight.tiles()) * kTile * static_cast<size_t>(weight.inputs) *
+                                  bytes_of(weight.dtype));
+    return weight;
+  }
+
+  Weight vector(int64_t size) {
+    return {Dtype::kFloat32, size, 0, 0, arena_.allocate(static_cast<size_t>(round_up(size, kTile)) * sizeof(float))};
+  }
+
+  // Rows of a linear's weight, from row-major memory of float32 or bf16.
+  void write(const Weight& weight, int64_t row, int64_t rows, uintptr_t source, const std::string& from,
+             int64_t stride) const {
+    if (row < 0 || rows < 0 || row + rows > weight.outputs) throw std::out_of_range("rows beyond the weight's");
+    k_.pack(weight.data, weight.dtype, static_cast<int32_t>(weight.inputs), row, rows,
+            reinterpret_cast<const void*>(source), dtype_of(from), weight.columns, stride);
+  }
+
+  void write_vector(const Weight& weight, int64_t at, Floats values) const {
+    if (at < 0 || at + static_cast<int64_t>(values.size()) > weight.outputs)
+      throw std::out_of_range("elements beyond the vector's");
+    std::memcpy(static_cast<float*>(weight.data) + at, values.data(), values.size() * sizeof(float));
+  }
+
+  uintptr_t allocate(size_t bytes) { return reinterpret_cast<uintptr_t>(arena_.allocate(bytes)); }
+
+ private:
+  const Kernels& k_;
+  Arena arena_;
+};
+
+// Sizes of the eight arrays, then the arrays: see StepInput.pack in serried/backends/step.py.
+Step unpack(const Ints& flat, Logits& logits) {
+  constexpr int kArrays = 8;
+  const int32_t* data = flat.data();
+  if (flat.size() < kArrays) throw std::invalid_argument("a step is too short");
+  const int32_t* at[kArrays];
+  int64_t offset = kArrays;
+  for (int i = 0; i < kArrays; ++i) {
+    at[i] = data + offset;
+    if (data[i] < 0) throw std::invalid_argument("a step with a negative size");
+    offset += data[i];
+  }
+  if (offset != static_cast<int64_t>(flat.size())) throw std::invalid_argument("a step of the wrong size");
+  if (static_cast<int64_t>(logits.shape(0)) < data[7]) throw std::invalid_argument("too few rows for the logits");
+  return {at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], data[0], data[4], data[7], logits.data()};
+}
+
+Attention attention_of(int query_heads, int kv_heads, int head_dim, float scale, int window, const std::string& dtype,
+                       const Weight* q_norm, const Weight* k_norm, float eps, const Weight& cos, const Weight& sin,
+                       uintptr_t k_cache, uintptr_t v_cache, int block_size) {
+  const auto floats = [](const Weight* w) { return w ? static_cast<const float*>(w->data) : nullptr; };
+  return {query_heads,   kv_heads,      head_dim, nullptr,      scale,        window,
+          dtype_of(dtype), floats(q_norm), floats(k_norm), eps, floats(&cos), floats(&sin),
+          reinterpret_cast<void*>(k_cache), reinterpret_cast<void*>(v_cache), block_size};
+}
+
+void bind_program(nb::module_& m) {
+  nb::class_<Plan>(m, "Plan")
+      .def("__init__",
+           [](Plan* self, std::vector<int32_t> counts, const std::vector<std::vector<int32_t>>& adds, int32_t result,
+              const std::vector<std::vector<int32_t>>& leaves) {
+             new (self) Plan{};
+             self->counts = std::move(counts);
+             self->result = result;
+             for (const auto& pair : adds) self->adds.push_back({pair.at(0), pair.at(1)});
+             for (const auto& leaf : leaves) self->leaves.push_back({leaf.at(0), leaf.at(1), leaf.at(2), leaf.at(3)});
+           },
+           "counts"_a, "adds"_a, "result"_a, "leaves"_a);
+  nb::class_<Attention>(m, "Attention").def("__init__", [](Attention* self, int query_heads, int kv_heads, int head_dim,
+      float scale, int window, const std::string& dtype, const Weight* q_norm, const Weight* k_norm, float eps,
+      const Weight& cos, const Weight& sin, uintptr_t k_cache, uintptr_t v_cache, int block_size) {
+        new (self) Attention(attention_of(query_heads, kv_heads, head_dim, scale, window, dtype, q_norm, k_norm, eps,
+                                          cos, sin, k_cache, v_cache, block_size));
+      }, "query_heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "dtype"_a, "q_norm"_a.none(),
+      "k_norm"_a.none(), "eps"_a, "cos"_a, "sin"_a, "k_cache"_a, "v_cache"_a, "block_size"_a);
+  nb::class_<Program>(m, "Program")
+      .def("__init__",
+           [](Program* self, const KernelSet& kernels, Pool& pool, ShmComm* comm, int64_t tokens, int64_t rows) {
+             new (self) Program(*kernels.table, pool, comm, tokens, rows);
+           },
+           "kernels"_a, "pool"_a, "comm"_a.none(), "max_tokens"_a, "max_logit_rows"_a, nb::keep_alive<1, 2>(),
+           nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+      .def("embed", &Program::embed)
+      .def("norm", [](Program& p, int x, const Weight& w, float eps, const std::string& out) {
+        return p.norm(x, w, eps, dtype_of(out)); })
+      .def("linear", &Program::linear, "x"_a, "weight"_a, "bias"_a.none())
+      .def("linear_nodes", &Program::linear_nodes)
+      .def("reduce", &Program::reduce, "nodes"_a, "plan"_a, "bias"_a.none(), "columns"_a)
+      .def("reduce_add_norm", [](Program& p, int nodes, const Plan& plan, const Weight* bias, int residual,
+                                 const Weight& w, float eps, const std::string& out) {
+        return p.reduce_add_norm(nodes, plan, bias, residual, w, eps, dtype_of(out)); },
+           "nodes"_a, "plan"_a, "bias"_a.none(), "residual"_a, "weight"_a, "eps"_a, "out"_a)
+      .def("activation", [](Program& p, int x, const std::string& name) { return p.activation(x, activation_of(name)); })
+      .def("gated", [](Program& p, int x, const std::string& name, const std::string& out) {
+        return p.gated(x, activation_of(name), dtype_of(out)); })
+      .def("attention", &Program::attention)
+      .def("columns", [](Program& p, int x, int64_t start, int64_t stop, const std::string& out) {
+        return p.columns(x, start, stop, dtype_of(out)); })
+      .def("gather_columns", &Program::gather_columns)
+      .def("select_rows", &Program::select_rows)
+      .def("logits", &Program::logits)
+      .def("dtype", [](Program& p, int x) { return p.buffer(x).dtype == Dtype::kFloat32 ? "float32" : "bfloat16"; })
+      .def("width", [](Program& p, int x) { return p.buffer(x).columns; })
+      .def("finish", &Program::finish)
+      .def_prop_ro("operators", &Program::operators)
+      .def_prop_ro("buffer_bytes", &Program::buffer_bytes)
+      .def("run", [](Program& p, Ints flat, Logits logits) {
+        const Step step = unpack(flat, logits);
+        nb::gil_scoped_release release;
+        p.run(step);
+      })
+      .def("times", [](Program& p) {
+        const Times t = p.times;
+        return std::vector<int64_t>{t.steps, t.total, t.wait, t.exchange};
+      })
+      .def("reset_times", [](Program& p) { p.times = Times{}; });
+}
+
+}  // namespace
+}  // namespace serried
+
+NB_MODULE(_core, m) {
+  using namespace serried;
+  nb::class_<KernelSet>(m, "KernelSet")
+      .def(nb::init<const std::string&>())
+      .def_prop_ro("isa", [](const KernelSet& k) { return k.table->isa; })
+      .def("begin_thread", [](const KernelSet& k) { k.table->begin_thread(); })
+      .def("argmax", [](const KernelSet& k, Floats x) {
+        int64_t index;
+        float value;
+        k.table->argmax(x.data(), static_cast<int64_t>(x.size()), &index, &value);
+        return nb::make_tuple(index, value);
+      })
+      .def("exp_sum", [](const KernelSet& k, Floats x, float max, Floats out) {
+        k.table->exp_sum(x.data(), static_cast<int64_t>(x.size()), max, out.data());
+      })
+      .def("multiply", [](const KernelSet& k, const std::string& dtype, int64_t n) {
+        nb::gil_scoped_release release;
+        return k.table->multiply(dtype_of(dtype), n);
+      })
+      .def("read", [](const KernelSet& k, uintptr_t data, size_t n) {
+        nb::gil_scoped_release release;
+        return k.table->read(reinterpret_cast<const void*>(data), n);
+      });
+  nb::class_<Weight>(m, "Weight")
+      .def_ro("outputs", &Weight::outputs)
+      .def_ro("columns", &Weight::columns)
+      .def_prop_ro("padded_outputs", [](const Weight& w) { return int64_t{w.tiles()} * kTile; });
+  nb::class_<Store>(m, "Store")
+      .def(nb::init<const KernelSet&>(), nb::keep_alive<1, 2>())
+      .def("linear", &Store::linear)
+      .def("vector", &Store::vector)
+      .def("write", &Store::write, nb::call_guard<nb::gil_scoped_release>())
+      .def("write_vector", &Store::write_vector)
+      .def("allocate", &Store::allocate);
+  nb::class_<Pool>(m, "Pool")
+      .def("__init__", [](Pool* self, int threads, std::vector<int> cpus, const KernelSet& k) {
+        new (self) Pool(threads, std::move(cpus), k.table->begin_thread);
+      })
+      .def_prop_ro("threads", &Pool::threads);
+  bind_program(m);
+  bind_comm(m);
+  m.def("cpu_isas", &cpu_isas, "The instruction sets that this CPU and its kernel can run, the plainest first.");
+}

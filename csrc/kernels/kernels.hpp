@@ -1,0 +1,162 @@
+// The contract between the program and the kernels: plain structs, and a table of functions that each instruction set
+// fills. This header is compiled into every variant, so it must hold no inline code that would be shared at link time.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace serried {
+
+// Rows of a weight are stored in tiles of 64 outputs. A tile walks the inputs in one straight line:
+//   bf16:    [k / 2][64 outputs][2]   (pairs of k side by side: vdpbf16ps, tdpbf16ps)
+//   float32: [k][64 outputs]
+// so that each step of the walk is 256 bytes. Inputs are padded with zeros to a multiple of 32, outputs to 64.
+constexpr int kTile = 64;
+constexpr int kPad = 32;            // inputs (columns of x and of a weight) come in multiples of this
+constexpr int kAttentionBlock = 32;     // positions
+constexpr int kAttentionSegment = 256;  // positions; a segment has its own maximum, sum and output
+
+enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+enum class Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
+
+// One leaf of a row-parallel linear, in the rank's own columns. After its sum has been pushed on a stack, the two
+// topmost entries are added `pops` times (top of stack to the right); `ends_node`: then the one entry left is a node.
+// A column-parallel linear is one leaf over all its inputs.
+struct Leaf {
+  int32_t start, stop;  // multiples of 32, but for the last stop, which may be padded up to one
+  int32_t pops;
+  int32_t ends_node;
+};
+
+struct Linear {
+  const void* weight;   // [tiles][inputs][64] in the layout above; 64-byte aligned
+  const float* bias;    // [tiles * 64] (padded with zeros), or null; only with one node
+  const Leaf* leaves;
+  int32_t leaf_count;
+  int32_t nodes;        // per token
+  int32_t inputs;       // padded to a multiple of 32
+  int32_t tiles;
+};
+
+// y[(token * nodes + node) * y_stride + output] (float32) = x[token] . weight[output], leaf by leaf, for the tokens
+// [token_begin, token_end) and tiles [tile_begin, tile_end). x: bf16 or float32 like the weight, [tokens, x_stride],
+// columns beyond the real inputs are zeros. One output element has one chain of additions, whatever the ranges are.
+using LinearFn = void (*)(const Linear&, const void* x, int64_t x_stride, float* y, int64_t y_stride,
+                          int32_t token_begin, int32_t token_end, int32_t tile_begin, int32_t tile_end);
+
+// Copies rows [row, row + rows) of a weight into its tiles. source: [rows, columns] bf16 or float32 (rounded to
+// nearest even for a bf16 weight). Tiles are zeroed before the first call.
+using PackFn = void (*)(void* tiles, Dtype weight, int32_t inputs, int64_t row, int64_t rows, const void* source,
+                        Dtype from, int64_t columns, int64_t source_stride);
+
+// A row of a tiled weight as float32 [columns].
+using UnpackRowFn = void (*)(const void* tiles, Dtype weight, int32_t inputs, int64_t row, float* out, int64_t columns);
+
+// out = x / sqrt(mean(x^2) + eps) * weight, for `rows` rows of [columns]; out: bf16 or float32, [rows, out_stride],
+// zeros in the padding up to out_stride.
+using NormFn = void (*)(const float* x, int64_t x_stride, const float* weight, float eps, int64_t columns, void* out,
+                        Dtype out_dtype, int64_t out_stride, int64_t rows);
+
+// For each row: fold slots in the order of `adds` (slot[to] += slot[from]; the result is slots[result]), add bias (or
+// null), add to the residual, which is written back; then, if weight is not null, RMSNorm into out. slots: `count`
+// pointers to float32 rows, slot s of row r at slots[s] + r * slot_stride.
+struct Add {
+  int32_t to, from;
+};
+struct ReduceAddNorm {
+  const Add* adds;
+  int32_t add_count, count, result;
+  int64_t columns;
+  const float* bias;
+  const float* weight;
+  float eps;
+};
+using ReduceAddNormFn = void (*)(const ReduceAddNorm&, const float* const* slots, int64_t slot_stride, float* residual,
+                                 int64_t residual_stride, void* out, Dtype out_dtype, int64_t out_stride, int64_t rows);
+// The fold (and bias) alone: out float32 [rows, out_stride].
+using FoldFn = void (*)(const ReduceAddNorm&, const float* const* slots, int64_t slot_stride, float* out,
+                        int64_t out_stride, int64_t rows);
+
+// out[row] = activation(gate) * up; gate and up are float32 rows of `columns`; out is zero-padded to out_stride.
+using GatedFn = void (*)(Activation, const float* gate, const float* up, int64_t in_stride, void* out, Dtype out_dtype,
+                         int64_t columns, int64_t out_stride, int64_t rows);
+// x = activation(x) in place, over n floats.
+using ActivateFn = void (*)(Activation, float* x, int64_t n);
+// float32 -> bf16 (nearest even) or float32, row by row, zero-padded to out_stride.
+using RoundFn = void (*)(const float* x, int64_t x_stride, void* out, Dtype out_dtype, int64_t columns,
+                         int64_t out_stride, int64_t rows);
+
+// The KV cache of one layer: K and V each [slots, kv_heads, head_dim] in the cache's dtype, slots = blocks * block_size.
+struct Attention {
+  int32_t query_heads, kv_heads, head_dim;
+  const int32_t* kv_map;       // [query_heads] -> local KV head
+  float scale;
+  int32_t window;              // positions seen, the token itself included; 0: all
+  Dtype dtype;                 // of the cache, and what q, k and v are rounded to
+  const float* q_norm;         // [head_dim] or null (then k_norm is null too)
+  const float* k_norm;
+  float norm_eps;
+  const float* cos;            // [positions, head_dim / 2]
+  const float* sin;
+  void* k_cache;
+  void* v_cache;
+  int32_t block_size;
+};
+
+// For tokens [begin, end): q and k of qkv [T, qkv_stride] (q heads | k heads | v heads, float32) are normalized head
+// by head, rotated (the first half of a head against its second half), rounded; k and v go to the token's slot, q to
+// q_out [T, query_heads * head_dim] in the cache's dtype.
+using RopeWriteFn = void (*)(const Attention&, const float* qkv, int64_t qkv_stride, const int32_t* positions,
+                             const int32_t* slots, void* q_out, int64_t q_stride, int32_t begin, int32_t end);
+
+// One sequence's step: its tokens' rows of q and out, their positions (consecutive), and its block table.
+struct Sequence {
+  int32_t row_begin, row_end;  // in T
+  int32_t kv_len;              // positions in the cache, this step's included
+  const int32_t* blocks;
+};
+// out[row, head] (columns head * head_dim..., in the cache's dtype, [T, out_stride]) for the rows [row_begin, row_end)
+// of the sequence and heads [head_begin, head_end). scratch: attention_scratch floats. Reads positions in blocks of 32
+// counted from the start of the sequence; each segment of 256 positions has its own maximum, sum and output, merged in
+// the order of their index; positions that a token does not see are masked in K and in V (they may hold NaN).
+using AttendFn = void (*)(const Attention&, const Sequence&, const int32_t* positions, const void* q, int64_t q_stride,
+                          void* out, int64_t out_stride, int32_t row_begin, int32_t row_end, int32_t head_begin,
+                          int32_t head_end, float* scratch);
+
+// The largest of n logits, lowest index first among equals: its index and value. NaN counts as -inf.
+using ArgmaxFn = void (*)(const float* logits, int64_t n, int64_t* index, float* value);
+// sum of exp(x - max) over each leaf of 64 entries (the last may be short): out [ceil(n / 64)].
+using ExpSumFn = void (*)(const float* logits, int64_t n, float max, float* out);
+// out[i] += in[i] (ring, plain sums).
+using AddFn = void (*)(float* out, const float* in, int64_t n);
+// Reads n bytes (a multiple of 256) as fast as it can; returns something that depends on them.
+using ReadFn = uint64_t (*)(const void* data, size_t n);
+// Multiplies in registers only for about `iterations` rounds; returns the floating-point operations done, by the
+// set's fastest instruction for the dtype.
+using MultiplyFn = double (*)(Dtype, int64_t iterations);
+
+struct Kernels {
+  const char* isa;  // "baseline", "avx2", "avx512", "avx512_bf16", "amx"
+  void (*begin_thread)();  // flush-to-zero, denormals-are-zero; what else the set needs once a thread
+  LinearFn linear_bf16, linear_f32;
+  PackFn pack;
+  UnpackRowFn unpack_row;
+  NormFn norm;
+  ReduceAddNormFn reduce_add_norm;
+  FoldFn fold;
+  GatedFn gated;
+  ActivateFn activate;
+  RoundFn round;
+  RopeWriteFn rope_write;
+  AttendFn attend;
+  int64_t (*attend_scratch)(const Attention&);
+  ArgmaxFn argmax;
+  ExpSumFn exp_sum;
+  AddFn add;
+  ReadFn read;
+  MultiplyFn multiply;
+};
+
+}  // namespace serried
+
+// The one symbol that a variant's shared object exports.
+extern "C" const serried::Kernels* serried_kernels();

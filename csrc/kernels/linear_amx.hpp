@@ -1,0 +1,240 @@
+// bf16 linears by AMX. A step is 32 k: one tile of x (up to 16 tokens) times four tiles of weights (16 outputs each)
+// into four accumulators, tmm0 to tmm3. The weights' layout is what tdpbf16ps wants: 16 pairs of k, 256 bytes apart.
+//
+// The multiplier never waits for the memory behind it: an accumulator is stored just before the next segment zeroes it
+// (storing all four at once costs 20 % with leaves of 128), and a leaf is folded during the next segment's steps.
+#pragma once
+#include <immintrin.h>
+
+#include "linear_drive.hpp"
+
+namespace serried {
+namespace {
+namespace linear_detail {
+namespace amx {
+
+// Assembly rather than intrinsics: GCC 12's tile loads do not tell the compiler that they read memory.
+template <int kReg>
+inline void load(const void* data, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(data), "r"(stride), "i"(kReg) : "memory");
+}
+template <int kReg>
+inline void store(void* data, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(data), "r"(stride), "i"(kReg) : "memory");
+}
+template <int kReg>
+inline void zero() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(kReg));
+}
+template <int kSum, int kX, int kWeight>
+inline void multiply_add() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kX), "i"(kWeight));
+}
+
+// `rows` tokens in x and in the sums, full tiles of weights.
+inline void configure(int rows) {
+  struct alignas(64) {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  } config;
+  for (int reg = 0; reg < 8; ++reg) {
+    config.bytes[reg] = 64;
+    config.rows[reg] = static_cast<uint8_t>(reg < 5 ? rows : 16);
+  }
+  asm volatile("ldtilecfg %0" ::"m"(config));
+}
+inline void release() { asm volatile("tilerelease" ::: "memory"); }
+
+constexpr int kRows = 16;
+constexpr int kStepInputs = 32;
+constexpr int kSlotFloats = kRows * kTile;
+
+// The adding up of a stored sum, row by row. out = null: nothing to do.
+struct Fold {
+  const float* top = nullptr;
+  int64_t top_stride = 0;
+  int32_t pops = 0;
+  float* out = nullptr;
+  int64_t out_stride = 0;
+  const float* bias = nullptr;
+
+  void row(int32_t m) const {
+    const float* from = top + m * top_stride;
+    __m512 sum[4];
+    for (int j = 0; j < 4; ++j) sum[j] = _mm512_loadu_ps(from + 16 * j);
+    for (int32_t p = 1; p <= pops; ++p) {
+      const float* below = from - p * kSlotFloats;
+      for (int j = 0; j < 4; ++j) sum[j] = _mm512_add_ps(_mm512_load_ps(below + 16 * j), sum[j]);
+    }
+    if (bias) {
+      for (int j = 0; j < 4; ++j) sum[j] = _mm512_add_ps(sum[j], _mm512_loadu_ps(bias + 16 * j));
+    }
+    for (int j = 0; j < 4; ++j) _mm512_storeu_ps(out + m * out_stride + 16 * j, sum[j]);
+  }
+};
+
+// kBlocks: how many blocks of a batch share the prefetching of the next group's weights.
+struct Kernel {
+  static constexpr int kElement = 2;
+  static constexpr int32_t kBatch = 4;
+  static constexpr int32_t kGroup = 256;  // 32 KB of weights: they stay in L1 for the batch
+
+  int64_t x_stride, y_stride;  // bytes; floats between two tokens of one node
+  int32_t rows;
+  float* pending = nullptr;  // where tmm0 to tmm3 belong
+  int64_t pending_stride = 0;
+  Fold fold, folding;        // of the pending sums; of the sums before those
+  int32_t folded = 0;        // rows
+  alignas(64) float stack[kBatch][kStackDepth][kSlotFloats];
+
+  float* slot(int32_t block, int32_t depth) { return stack[block][depth]; }
+
+  void fold_rows(int32_t count) {
+    if (!folding.out) return;
+    for (const int32_t end = std::min(rows, folded + count); folded < end; ++folded) folding.row(folded);
+  }
+  template <int kReg>
+  void store_pending() {
+    store<kReg>(pending + 16 * kReg, pending_stride);
+  }
+  void flush() {
+    store_pending<0>();
+    store_pending<1>();
+    store_pending<2>();
+    store_pending<3>();
+    folding = fold;
+    folded = 0;
+    fold_rows(rows);
+  }
+
+  void run(const Segment& s) {
+    switch (s.blocks) {
+      case 1: return run_lines<16>(s, s.weight + 2 * kPrefetchBytes);
+      case 2: return run_lines<8>(s, s.prefetch + s.block * 8 * 4 * 64 + s.group_offset * kTile * kElement);
+      default: return run_lines<4>(s, s.prefetch + s.block * 4 * 4 * 64 + s.group_offset * kTile * kElement);
+    }
+  }
+
+  // kLines: cache lines to prefetch beside each multiplication, 16 of which make a step's weights.
+  template <int kLines>
+  void run_lines(const Segment& s, const char* ahead) {
+    const char *x = s.x, *w = s.weight;
+    const int32_t steps = s.inputs / kStepInputs;
+    first_step<kLines>(x, w, ahead, s.resumes ? s.slot : nullptr);
+    folding = fold;
+    folded = 0;
+    plan(s);
+    const int32_t share = steps > 4 ? 1 : steps > 2 ? 2 : 4;
+    for (int32_t i = 1; i < steps; ++i) {
+      x += kStepInputs * kElement;
+      w += 16 * kStepBytes;
+      ahead += 16 * kStepBytes;
+      step<kLines>(x, w, ahead, share);
+    }
+    fold_rows(rows);
+  }
+
+  // What to do with the sums of this segment once it is over.
+  void plan(const Segment& s) {
+    const bool direct = s.ends_node && s.pops == 0;
+    pending = direct ? s.y : s.slot;
+    pending_stride = (direct ? y_stride : int64_t{kTile}) * 4;
+    fold = Fold{};
+    if (!s.ends_leaf || (s.pops == 0 && !(direct && s.bias))) return;
+    fold.top = pending;
+    fold.top_stride = direct ? y_stride : int64_t{kTile};
+    fold.pops = s.pops;
+    fold.out = s.ends_node ? s.y : s.slot - s.pops * kSlotFloats;
+    fold.out_stride = s.ends_node ? y_stride : int64_t{kTile};
+    fold.bias = s.ends_node ? s.bias : nullptr;
+  }
+
+  template <int kLines, int kPart>
+  static void prefetch(const char* ahead) {
+    for (int i = 0; i < kLines; ++i) _mm_prefetch(ahead + (kPart * kLines + i) * 64, _MM_HINT_T0);
+  }
+  template <int kSum>
+  void begin_sum(const float* from) {
+    store_pending<kSum>();
+    if (from) {
+      load<kSum>(from + 16 * kSum, kTile * 4);
+    } else {
+      zero<kSum>();
+    }
+  }
+
+  template <int kLines>
+  void first_step(const char* x, const char* w, const char* ahead, const float* from) {
+    load<4>(x, x_stride);
+    load<5>(w, kStepBytes);
+    begin_sum<0>(from);
+    multiply_add<0, 4, 5>();
+    prefetch<kLines, 0>(ahead);
+    load<6>(w + 64, kStepBytes);
+    begin_sum<1>(from);
+    multiply_add<1, 4, 6>();
+    prefetch<kLines, 1>(ahead);
+    load<7>(w + 128, kStepBytes);
+    begin_sum<2>(from);
+    multiply_add<2, 4, 7>();
+    prefetch<kLines, 2>(ahead);
+    load<5>(w + 192, kStepBytes);
+    begin_sum<3>(from);
+    multiply_add<3, 4, 5>();
+    prefetch<kLines, 3>(ahead);
+  }
+
+  template <int kLines>
+  void step(const char* x, const char* w, const char* ahead, int32_t share) {
+    load<4>(x, x_stride);
+    load<5>(w, kStepBytes);
+    multiply_add<0, 4, 5>();
+    prefetch<kLines, 0>(ahead);
+    fold_rows(share);
+    load<6>(w + 64, kStepBytes);
+    multiply_add<1, 4, 6>();
+    prefetch<kLines, 1>(ahead);
+    fold_rows(share);
+    load<7>(w + 128, kStepBytes);
+    multiply_add<2, 4, 7>();
+    prefetch<kLines, 2>(ahead);
+    fold_rows(share);
+    load<5>(w + 192, kStepBytes);
+    multiply_add<3, 4, 5>();
+    prefetch<kLines, 3>(ahead);
+    fold_rows(share);
+  }
+};
+
+inline void linear(const Linear& linear, const void* x, int64_t x_stride, float* y, int64_t y_stride,
+                   int32_t token_begin, int32_t token_end, int32_t tile_begin, int32_t tile_end) {
+  if (token_begin >= token_end || tile_begin >= tile_end) return;
+  Kernel kernel;
+  kernel.x_stride = x_stride * Kernel::kElement;
+  kernel.y_stride = y_stride * linear.nodes;
+  kernel.rows = even_rows(token_end - token_begin, kRows);
+  kernel.pending = kernel.slot(0, 0);  // the first segment stores nothing of worth where nothing is yet
+  kernel.pending_stride = kTile * 4;
+  configure(kernel.rows);
+  drive(kernel, linear, x, x_stride, y, y_stride, token_begin, token_end, kernel.rows, tile_begin, tile_end);
+  kernel.flush();
+  release();
+}
+
+inline double multiply(int64_t iterations) {
+  configure(kRows);
+  for (int64_t i = 0; i < iterations; ++i) {
+    multiply_add<0, 4, 5>();
+    multiply_add<1, 4, 6>();
+    multiply_add<2, 4, 7>();
+    multiply_add<3, 4, 5>();
+  }
+  release();
+  return static_cast<double>(iterations) * 4 * 2 * kRows * 16 * kStepInputs;
+}
+
+}  // namespace amx
+}  // namespace linear_detail
+}  // namespace
+}  // namespace serried

@@ -1,0 +1,21 @@
+// One variant of the kernels: this file is compiled once per instruction set, into a shared object of its own with
+// hidden symbols (a shared inline function compiled for AVX-512 would be a crash on another machine).
+#include "attention.hpp"
+#include "linear.hpp"
+#include "pointwise.hpp"
+
+namespace serried {
+namespace {
+
+constexpr Kernels kKernels = {
+    SERRIED_ISA_NAME, begin_thread, linear_bf16, linear_f32, pack,       unpack_row, norm,   reduce_add_norm,
+    fold,             gated,        activate,    round_rows, rope_write, attend,     attend_scratch,
+    argmax,           exp_sum,      add,         read_bytes, multiply,
+};
+
+}  // namespace
+}  // namespace serried
+
+extern "C" __attribute__((visibility("default"))) const serried::Kernels* serried_kernels() {
+  return &serried::kKernels;
+}

@@ -1,0 +1,200 @@
+#include "program/program.hpp"
+
+#include <stdexcept>
+#include <utility>
+
+#include "program/comm_operators.hpp"
+#include "program/operators.hpp"
+
+namespace serried {
+
+Program::Program(const Kernels& kernels, Pool& pool, ShmComm* comm, int64_t max_tokens, int64_t max_logit_rows)
+    : k(kernels), pool(pool), comm(comm), max_tokens_(max_tokens), max_logit_rows_(max_logit_rows) {}
+
+int Program::make(Dtype dtype, int64_t columns, bool logit_rows) {
+  Buffer buffer{};
+  buffer.dtype = dtype;
+  buffer.columns = columns;
+  buffer.stride = round_up(columns, kTile);
+  buffer.rows = logit_rows ? max_logit_rows_ : max_tokens_;
+  buffers_.push_back(buffer);
+  return static_cast<int>(buffers_.size()) - 1;
+}
+
+void Program::use(int index) {
+  Buffer& buffer = buffers_.at(static_cast<size_t>(index));
+  const int now = static_cast<int>(operators_.size());
+  if (buffer.first_use < 0) buffer.first_use = now;
+  buffer.last_use = now;
+}
+
+template <class Op>
+void Program::record(std::vector<int> touched, Op op) {
+  if (finished_) throw std::logic_error("the program is finished; nothing more can be recorded");
+  for (int index : touched) use(index);
+  operators_.push_back(std::make_unique<Op>(std::move(op)));
+}
+
+int Program::embed(const Weight& weight, const std::vector<int32_t>& edges) {
+  const int y = make(Dtype::kFloat32, weight.columns, false);
+  EmbedOp op;
+  op.y = y, op.weight = weight, op.edges = edges;
+  record({y}, std::move(op));
+  return y;
+}
+
+int Program::norm(int x, const Weight& weight, float eps, Dtype out) {
+  const int y = make(out, buffer(x).columns, false);
+  NormOp op;
+  op.x = x, op.y = y, op.weight = static_cast<const float*>(weight.data), op.eps = eps;
+  record({x, y}, std::move(op));
+  return y;
+}
+
+int Program::linear(int x, const Weight& weight, const Weight* bias) {
+  Plan whole;
+  whole.leaves = {Leaf{0, static_cast<int32_t>(weight.inputs), 0, 1}};
+  const int y = linear_nodes(x, weight, whole);
+  auto& op = static_cast<LinearOp&>(*operators_.back());
+  if (bias) op.linear.bias = static_cast<const float*>(bias->data);
+  buffer(y).columns = weight.outputs;
+  return y;
+}
+
+int Program::linear_nodes(int x, const Weight& weight, const Plan& plan) {
+  int32_t nodes = 0;
+  for (const Leaf& leaf : plan.leaves) nodes += leaf.ends_node;
+  const int64_t width = int64_t{weight.tiles()} * kTile;
+  const int y = make(Dtype::kFloat32, width * nodes, false);
+  LinearOp op;
+  op.x = x, op.y = y, op.dtype = weight.dtype, op.leaves = plan.leaves;
+  op.linear = Linear{weight.data, nullptr,           nullptr, static_cast<int32_t>(plan.leaves.size()),
+                     nodes,       static_cast<int32_t>(weight.inputs), weight.tiles()};
+  if (nodes == 0) return y;  // a rank without a part of this dimension brings nothing
+  record({x, y}, std::move(op));
+  return y;
+}
+
+namespace {
+
+ReduceOp reduction(int nodes, const Plan& plan, const Weight* bias, int64_t columns) {
+  if (plan.total() > ReduceOp::kMaxSlots) throw std::invalid_argument("a reduction of more than 128 nodes");
+  ReduceOp op;
+  op.nodes = nodes, op.residual = -1, op.plan = plan;
+  op.args = ReduceAddNorm{};
+  op.args.add_count = static_cast<int32_t>(plan.adds.size());
+  op.args.count = plan.total();
+  op.args.result = plan.result;
+  op.args.columns = columns;
+  op.args.bias = bias ? static_cast<const float*>(bias->data) : nullptr;
+  return op;
+}
+
+}  // namespace
+
+int Program::reduce(int nodes, const Plan& plan, const Weight* bias, int64_t columns) {
+  ReduceOp op = reduction(nodes, plan, bias, columns);
+  const int y = op.y = make(Dtype::kFloat32, columns, false);
+  record({nodes, y}, std::move(op));
+  return y;
+}
+
+int Program::reduce_add_norm(int nodes, const Plan& plan, const Weight* bias, int residual, const Weight& weight,
+                             float eps, Dtype out) {
+  const int64_t columns = buffer(residual).columns;
+  ReduceOp op = reduction(nodes, plan, bias, columns);
+  op.residual = residual, op.args.weight = static_cast<const float*>(weight.data), op.args.eps = eps;
+  const int y = op.y = make(out, columns, false);
+  record({nodes, residual, y}, std::move(op));
+  return y;
+}
+
+int Program::activation(int x, Activation kind) {
+  ActivateOp op;
+  op.x = x, op.kind = kind;
+  record({x}, std::move(op));
+  return x;
+}
+
+int Program::gated(int gate_up, Activation kind, Dtype out) {
+  GatedOp op;
+  op.x = gate_up, op.kind = kind;
+  const int y = op.y = make(out, buffer(gate_up).columns / 2, false);
+  record({gate_up, y}, std::move(op));
+  return y;
+}
+
+int Program::attention(int qkv, const Attention& attention, const std::vector<int32_t>& kv_map) {
+  kv_maps_.push_back(std::make_unique<std::vector<int32_t>>(kv_map));
+  AttentionOp op;
+  op.qkv = qkv, op.attention = attention;
+  op.attention.kv_map = kv_maps_.back()->data();
+  for (int32_t head = 0; head < attention.query_heads; ++head) {
+    const bool same = head && kv_map[static_cast<size_t>(head)] == kv_map[static_cast<size_t>(head) - 1];
+    if (same) op.groups.back().second = head + 1;
+    else op.groups.emplace_back(head, head + 1);
+  }
+  op.scratch.assign(static_cast<size_t>(pool.threads()), std::vector<float>(static_cast<size_t>(k.attend_scratch(attention))));
+  const int64_t columns = int64_t{attention.query_heads} * attention.head_dim;
+  op.q = make(attention.dtype, columns, false);
+  const int y = op.out = make(attention.dtype, columns, false);
+  record({qkv, op.q, y}, std::move(op));
+  return y;
+}
+
+int Program::columns(int x, int64_t start, int64_t stop, Dtype out) {
+  ColumnsOp op;
+  op.x = x, op.start = start;
+  const int y = op.y = make(out, stop - start, false);
+  record({x, y}, std::move(op));
+  return y;
+}
+
+int Program::gather_columns(int x, const std::vector<int64_t>& parts) {
+  int64_t columns = 0;
+  for (int64_t part : parts) columns += part;
+  if (ranks() == 1) return x;
+  GatherColumnsOp op;
+  op.x = x, op.parts = parts;
+  const int y = op.y = make(Dtype::kFloat32, columns, false);
+  record({x, y}, std::move(op));
+  return y;
+}
+
+int Program::select_rows(int x) {
+  SelectRowsOp op;
+  op.x = x;
+  const int y = op.y = make(buffer(x).dtype, buffer(x).columns, true);
+  record({x, y}, std::move(op));
+  return y;
+}
+
+void Program::logits(int x, const Weight& weight) {
+  LogitsOp op;
+  op.x = x, op.dtype = weight.dtype, op.leaf = Leaf{0, static_cast<int32_t>(weight.inputs), 0, 1};
+  op.linear = Linear{weight.data, nullptr, nullptr, 1, 1, static_cast<int32_t>(weight.inputs), weight.tiles()};
+  record({x}, std::move(op));
+}
+
+void Program::finish() {
+  place(buffers_, arena_);
+  finished_ = true;
+}
+
+int64_t Program::buffer_bytes() const {
+  int64_t bytes = 0;
+  for (const Buffer& buffer : buffers_) bytes += static_cast<int64_t>(buffer.bytes());
+  return bytes;
+}
+
+void Program::run(const Step& step) {
+  if (!finished_) throw std::logic_error("the program is not finished");
+  if (step.token_count > max_tokens_ || step.logit_count > max_logit_rows_)
+    throw std::invalid_argument("the step is larger than the program's budget");
+  const int64_t start = now_ns();
+  for (const auto& op : operators_) op->run(*this, step);
+  times.total += now_ns() - start;
+  ++times.steps;
+}
+
+}  // namespace serried

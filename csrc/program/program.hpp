@@ -1,0 +1,115 @@
+// A program: the operators of one rank's forward, recorded once, run again for every step.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/shm.hpp"
+#include "kernels/kernels.hpp"
+#include "program/buffers.hpp"
+#include "program/pool.hpp"
+
+namespace serried {
+
+// The step's inputs; see serried/backends/step.py. All int32.
+struct Step {
+  const int32_t *tokens, *positions, *slots;
+  const int32_t* row_starts;    // [sequences + 1]
+  const int32_t* kv_lens;       // [sequences]
+  const int32_t* block_starts;  // [sequences + 1]
+  const int32_t* blocks;
+  const int32_t* logit_rows;
+  int32_t token_count, sequences, logit_count;
+  float* logits;  // [logit_count, logits_stride]: where the LM head writes
+};
+
+// A weight in tiles, or a plain float32 vector (inputs == 0).
+struct Weight {
+  Dtype dtype;
+  int64_t outputs;
+  int64_t columns;  // real inputs
+  int64_t inputs;   // padded
+  void* data;
+  int32_t tiles() const { return static_cast<int32_t>((outputs + kTile - 1) / kTile); }
+};
+
+// How partial sums become a result: see serried/parallel/reduction.py.
+struct Plan {
+  std::vector<int32_t> counts;  // nodes of each rank
+  std::vector<Add> adds;        // over the nodes of all ranks, in rank order
+  int32_t result = 0;
+  std::vector<Leaf> leaves;  // this rank's
+  int32_t total() const {
+    int32_t sum = 0;
+    for (int32_t count : counts) sum += count;
+    return sum;
+  }
+};
+
+// Where a step's time went, in nanoseconds, since the last reset. wait: until the last peer arrived; exchange: what
+// was done with the slots once all had.
+struct Times {
+  int64_t steps = 0, total = 0, wait = 0, exchange = 0;
+};
+
+class Program;
+
+// One recorded operator.
+class Operator {
+ public:
+  virtual ~Operator() = default;
+  virtual void run(Program& program, const Step& step) = 0;
+};
+
+class Program {
+ public:
+  Program(const Kernels& kernels, Pool& pool, ShmComm* comm, int64_t max_tokens, int64_t max_logit_rows);
+
+  // Recording: each makes an operator and gives the number of the buffer that it writes.
+  int embed(const Weight& weight, const std::vector<int32_t>& edges);
+  int norm(int x, const Weight& weight, float eps, Dtype out);
+  int linear(int x, const Weight& weight, const Weight* bias);
+  int linear_nodes(int x, const Weight& weight, const Plan& plan);
+  int reduce(int nodes, const Plan& plan, const Weight* bias, int64_t columns);
+  int reduce_add_norm(int nodes, const Plan& plan, const Weight* bias, int residual, const Weight& weight, float eps,
+                      Dtype out);
+  int activation(int x, Activation kind);
+  int gated(int gate_up, Activation kind, Dtype out);
+  int attention(int qkv, const Attention& attention, const std::vector<int32_t>& kv_map);
+  int columns(int x, int64_t start, int64_t stop, Dtype out);
+  int gather_columns(int x, const std::vector<int64_t>& parts);
+  int select_rows(int x);
+  void logits(int x, const Weight& weight);
+
+  // Gives the buffers their memory; nothing can be recorded after that.
+  void finish();
+  void run(const Step& step);
+
+  Times times;
+
+  // For operators.
+  const Kernels& k;
+  Pool& pool;
+  ShmComm* comm;
+  Buffer& buffer(int index) { return buffers_[static_cast<size_t>(index)]; }
+  int rank() const { return comm ? comm->rank() : 0; }
+  int ranks() const { return comm ? comm->size() : 1; }
+  int64_t buffer_bytes() const;
+  size_t operators() const { return operators_.size(); }
+
+ private:
+  int make(Dtype dtype, int64_t columns, bool logit_rows);
+  void use(int index);
+  template <class Op>
+  void record(std::vector<int> reads, Op op);
+
+  int64_t max_tokens_, max_logit_rows_;
+  bool finished_ = false;
+  std::vector<Buffer> buffers_;
+  std::vector<std::unique_ptr<Operator>> operators_;
+  std::vector<std::unique_ptr<std::vector<int32_t>>> kv_maps_;
+  Arena arena_;
+};
+
+}  // namespace serried

@@ -1,0 +1,47 @@
+"""The compiled part: `core` (the extension module), and the kernels of the best instruction set that the CPU has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from serried.config import forced_isa
+from serried.errors import InputError
+
+try:
+    from serried._native import _core as core
+except ImportError as error:  # built without a compiler, or not for this Python
+    core = None
+    _why_not: ImportError | None = error
+else:
+    _why_not = None
+
+
+def available() -> bool:
+    """Whether the extension was built."""
+    return core is not None
+
+
+def choose_isa(wanted: str | None = None) -> str:
+    """The instruction set to use: `wanted`, SERRIED_ISA, or the best that this CPU can run and the build has."""
+    if core is None:
+        raise InputError(
+            f"the native backend is not built ({_why_not}); install a C++ compiler and reinstall, or take "
+            "--backend torch"
+        )
+    built = [isa for isa in core.cpu_isas() if _library(isa).is_file()]
+    wanted = wanted or forced_isa()
+    if wanted is None:
+        return str(built[-1])
+    if wanted not in built:
+        raise InputError(f"SERRIED_ISA {wanted}: this CPU and build can run {', '.join(built)}")
+    return wanted
+
+
+def open_kernels(wanted: str | None = None) -> Any:
+    """The kernels of an instruction set."""
+    return core.KernelSet(str(_library(choose_isa(wanted))))
+
+
+def _library(isa: str) -> Path:
+    return Path(core.__file__).parent / f"kernels_{isa}.so"

@@ -1,0 +1,233 @@
+"""The native backend: records the decoder's operators once, at load, then replays them in C++ for every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from serried._native import core, open_kernels
+from serried.backends.base import AttentionSpec, Backend, Partial, RopeTable
+from serried.backends.step import StepInput
+from serried.kv.cache import CacheShape
+from serried.parallel.comm import Communicator
+from serried.parallel.reduction import ReductionPlan, Span
+from serried.weights.checkpoint import Array
+from serried.weights.spec import Kind, Parameter
+
+PAD = 32  # a leaf's columns begin at a multiple of this
+
+
+class _TiledDestination:
+    """A weight in the kernels' tiles, repacked chunk by chunk as it is read."""
+
+    def __init__(self, store: Any, shape: tuple[int, ...], dtype: str) -> None:
+        self._store = store
+        self._weight = store.linear(*shape, dtype)
+
+    def write(self, row: int, values: Array) -> None:
+        if values.dtype == np.float16:
+            values = values.astype(np.float32)
+        values = np.ascontiguousarray(values)
+        rows, columns = values.shape
+        self._store.write(self._weight, row, rows, values.ctypes.data, values.dtype.name, columns)
+
+    def finish(self) -> Any:
+        return self._weight
+
+
+class _VectorDestination:
+    """A float32 vector."""
+
+    def __init__(self, store: Any, size: int) -> None:
+        self._store = store
+        self._weight = store.vector(size)
+
+    def write(self, row: int, values: Array) -> None:
+        self._store.write_vector(self._weight, row, np.ascontiguousarray(values, np.float32))
+
+    def finish(self) -> Any:
+        return self._weight
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """What becomes of the LM head's output: the parts of the vocabulary, and who gets the whole."""
+
+    parts: Sequence[int]
+    to_all: bool
+
+
+class NativeBackend:
+    """Operators in C++. Handles are numbers of buffers; weights are the kernels' own.
+
+    comm: the group that the ranks meet in (ShmComm, or LocalComm). max_tokens: the budget of a step. cpus: cores that
+    the rank's threads are bound to (empty: none is).
+    """
+
+    name = "native"
+
+    def __init__(
+        self,
+        dtype: str,
+        threads: int,
+        comm: Communicator,
+        max_tokens: int,
+        cpus: Sequence[int] = (),
+        isa: str | None = None,
+    ) -> None:
+        self.dtype = dtype
+        self.comm = comm
+        self.kernels = open_kernels(isa)
+        self._store = core.Store(self.kernels)
+        self._pool = core.Pool(threads, list(cpus), self.kernels)
+        self._max_tokens = max_tokens
+        self._program: Any = None
+        self._gather: _Gather | None = None
+
+    # Around the operators
+
+    def destination(self, shape: tuple[int, ...], kind: Kind) -> _TiledDestination | _VectorDestination:
+        if kind == "vector":
+            return _VectorDestination(self._store, shape[0])
+        return _TiledDestination(self._store, shape, self.dtype)
+
+    def constant(self, values: npt.NDArray[np.float32]) -> Any:
+        weight = self._store.vector(values.size)
+        self._store.write_vector(weight, 0, np.ascontiguousarray(values).reshape(-1))
+        return weight
+
+    def allocate_cache(self, shape: CacheShape) -> None:
+        self._cache_shape = shape
+        size = shape.slots * shape.kv_heads * shape.head_dim * shape.itemsize
+        self._cache = [(self._store.allocate(size), self._store.allocate(size)) for _ in range(shape.layers)]
+
+    def compile(self, forward: Callable[[Backend], Any]) -> NativeProgram:
+        native = getattr(self.comm, "native", None)
+        self._program = core.Program(self.kernels, self._pool, native, self._max_tokens, self._max_tokens)
+        forward(self)
+        self._program.finish()
+        if self._gather is None:
+            raise ValueError("a forward without logits cannot be compiled")
+        return NativeProgram(self._program, self.comm, self._gather)
+
+    # The operators
+
+    def embed(self, weight: Parameter, rows: Span, comm: Communicator) -> int:
+        edges = self._edges(rows, comm)
+        return int(self._program.embed(weight.value, edges))
+
+    def norm(self, x: int, weight: Parameter, eps: float) -> int:
+        return int(self._program.norm(x, weight.value, eps, self.dtype))
+
+    def reduce(self, partial: Partial) -> int:
+        columns = partial.outputs
+        bias = partial.bias.value if partial.bias else None
+        return int(self._program.reduce(partial.nodes, self._plan(partial.plan), bias, columns))
+
+    def reduce_add_norm(self, partial: Partial, residual: int, weight: Parameter, eps: float) -> tuple[int, int]:
+        bias = partial.bias.value if partial.bias else None
+        plan = self._plan(partial.plan)
+        h = self._program.reduce_add_norm(partial.nodes, plan, bias, residual, weight.value, eps, self.dtype)
+        return int(h), residual
+
+    def linear(self, x: int, weight: Parameter, bias: Parameter | None) -> int:
+        return int(self._program.linear(self._rounded(x), weight.value, bias.value if bias else None))
+
+    def linear_nodes(self, x: int, weight: Parameter, plan: ReductionPlan, rank: int) -> int:
+        return int(self._program.linear_nodes(self._rounded(x), weight.value, self._plan(plan)))
+
+    def activation(self, x: int, name: str) -> int:
+        return int(self._program.activation(x, name))
+
+    def gated_activation(self, gate_up: int, name: str) -> int:
+        return int(self._program.gated(gate_up, name, self.dtype))
+
+    def attention(
+        self, qkv: int, spec: AttentionSpec, rope: RopeTable, q_norm: Parameter | None, k_norm: Parameter | None
+    ) -> int:
+        k_cache, v_cache = self._cache[spec.layer]
+        attention = core.Attention(
+            spec.query_heads,
+            spec.kv_heads,
+            spec.head_dim,
+            spec.scale,
+            0,
+            self.dtype,
+            q_norm.value if q_norm else None,
+            k_norm.value if k_norm else None,
+            spec.norm_eps,
+            rope.cos,
+            rope.sin,
+            k_cache,
+            v_cache,
+            self._cache_shape.block_size,
+        )
+        return int(self._program.attention(qkv, attention, list(spec.kv_map)))
+
+    def columns(self, x: int, span: Span) -> int:
+        return int(self._program.columns(x, span.start, span.stop, self.dtype))
+
+    def all_gather_columns(self, x: int, comm: Communicator, parts: Sequence[int]) -> int:
+        return int(self._program.gather_columns(x, list(parts)))
+
+    def select_rows(self, x: int) -> int:
+        return int(self._program.select_rows(x))
+
+    def logits(self, x: int, weight: Parameter, comm: Communicator, parts: Sequence[int], to_all: bool) -> None:
+        self._program.logits(x, weight.value)
+        self._gather = _Gather(parts, to_all)
+
+    def _rounded(self, x: int) -> int:
+        """x in the dtype of the weights."""
+        if self._program.dtype(x) == self.dtype:
+            return x
+        return int(self._program.columns(x, 0, self._program.width(x), self.dtype))
+
+    def _plan(self, plan: ReductionPlan) -> Any:
+        rank = self.comm.rank
+        (result,) = plan.across.results
+        return core.Plan(list(plan.counts), [list(pair) for pair in plan.across.pairs], result, leaf_table(plan, rank))
+
+    def _edges(self, rows: Span, comm: Communicator) -> list[int]:
+        starts = comm.all_gather(np.array([rows.start, rows.stop], np.int32), [2] * comm.size)
+        return [*(int(i) for i in starts[::2]), int(starts[-1])]
+
+
+@dataclass(frozen=True)
+class NativeProgram:
+    """A recorded forward."""
+
+    program: Any
+    comm: Communicator
+    gather: _Gather
+
+    def run(self, step: StepInput) -> npt.NDArray[np.float32] | None:
+        own = self.gather.parts[self.comm.rank]
+        local = np.empty((step.logit_rows.size, -(-own // 64) * 64), np.float32)
+        self.program.run(step.pack(), local)
+        mine = np.ascontiguousarray(local[:, :own])
+        if self.gather.to_all:
+            whole: npt.NDArray[np.float32] | None = self.comm.all_gather(mine, self.gather.parts, dim=1)
+        else:
+            whole = self.comm.gather(mine, self.gather.parts, dim=1)
+        return whole
+
+
+def leaf_table(plan: ReductionPlan, rank: int) -> list[list[int]]:
+    """A rank's leaves as the kernels walk them: [start, stop, additions after it, whether it ends a node].
+
+    The pairs of `within` are in post-order, so each belongs to the last leaf of its right operand: a walk that
+    pushes each leaf's sum and then adds the two topmost entries so many times makes the same additions.
+    """
+    leaves, adds = plan.leaves[rank], plan.within[rank]
+    last = list(range(len(leaves)))  # the last leaf that each slot covers
+    pops = [0] * len(leaves)
+    for to, source in adds.pairs:
+        last[to] = last[source]
+        pops[last[source]] += 1
+    ends = {last[slot] for slot in adds.results}
+    return [[start, -(-stop // PAD) * PAD, pops[i], int(i in ends)] for i, (start, stop) in enumerate(leaves)]
