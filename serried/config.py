@@ -11,6 +11,7 @@ from serried.machine import available_cores
 
 DTYPES = ("bfloat16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
+BACKENDS = ("auto", "native", "torch")
 DEVICES = ("auto", "cpu", "cuda")
 SABOTAGES = ("skip-reduce", "swap-shards", "double-bias", "activation-first", "rank-order")
 
@@ -27,7 +28,7 @@ class EngineConfig:
 
     model: str
     dtype: str = "bfloat16"
-    backend: str = "torch"
+    backend: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
     seed: int = 0
@@ -46,6 +47,7 @@ class EngineConfig:
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--load-format", self.load_format, LOAD_FORMATS)
         _one_of("--device", self.device, DEVICES)
+        _one_of("--backend", self.backend, BACKENDS)
         if self.sabotage is not None:
             _one_of("--sabotage", self.sabotage, SABOTAGES)
         for option in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size"):

@@ -90,7 +90,7 @@ SPECS: dict[str, Spec] = {
     "qwen3-mha": Spec("qwen3", _heads(3, 3, 32, hidden_size=80, rope_parameters=LLAMA3)),
     "qwen3-bias": Spec("qwen3", _heads(4, 4, 16, attention_bias=True)),
     # For splits: heads of 32 columns are units by themselves.
-    "split-5": Spec(config=_heads(5, 5, 32, intermediate_size=677, vocab_size=1000)),
+    "split-5": Spec(config=_heads(5, 5, 32, intermediate_size=40, vocab_size=100)),
     "split-9-3": Spec("qwen3", _heads(9, 3, 32, intermediate_size=600, tie_word_embeddings=True, vocab_size=449)),
     "split-4-1": Spec(config=_heads(4, 1, 32, attention_bias=True, mlp_bias=True, intermediate_size=300)),
     "split-text": Spec(config=_heads(4, 2, 32, tie_word_embeddings=True), tokenizer=True),

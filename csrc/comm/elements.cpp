@@ -74,8 +74,8 @@ uint16_t to_bf16(float x) {  // to nearest, ties to even; a NaN stays one
 // float16 by integers: no instruction set is assumed, and it is not on a hot path.
 float from_f16(uint16_t x) {
   const uint32_t sign = static_cast<uint32_t>(x & 0x8000) << 16, rest = x & 0x7fff;
-  if (rest >= 0x7c00) return bits<float>(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-  if (rest >= 0x400) return bits<float>(sign | (rest << 13) + (112u << 23));
+  if (rest >= 0x7c00) return bits<float>(sign | 0x7f800000 | ((rest & 0x3ff) << 13));
+  if (rest >= 0x400) return bits<float>(sign | ((rest << 13) + (112u << 23)));
   const float small = static_cast<float>(rest) * 0x1p-24f;
   return sign ? -small : small;
 }
@@ -88,7 +88,7 @@ uint16_t to_f16(float x) {  // to nearest, ties to even
   if (magnitude < 0x38800000) {  // below 2^-14: adding 1/2 leaves multiples of 2^-24 in the mantissa, rounded
     return static_cast<uint16_t>(sign | (bits<uint32_t>(bits<float>(magnitude) + 0.5f) - 0x3f000000));
   }
-  return static_cast<uint16_t>(sign | (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13);
+  return static_cast<uint16_t>(sign | ((magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13));
 }
 
 void sum_halves(Element half, void* out, const void* const* sources, int count, int64_t n) {

@@ -45,9 +45,9 @@ constexpr int kDead = -2;    // was gone when we asked
 
 }  // namespace
 
-Mapping::Mapping(int fd, uint64_t offset, size_t bytes) : bytes_(bytes) {
+Mapping::Mapping(int fd, uint64_t offset, size_t bytes, int rank) : bytes_(bytes) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset));
-  if (data == MAP_FAILED) throw failed(0, "cannot map it");
+  if (data == MAP_FAILED) throw failed(rank, "cannot map it");
   data_ = static_cast<char*>(data);
 }
 
@@ -70,7 +70,7 @@ Segment::Segment(int fd, int rank, int size, size_t slot_bytes) : rank_(rank), s
   if (fd_ < 0) throw failed(rank, "cannot take its descriptor");
   try {
     grow(kRegionAlign);
-    mapping_ = std::make_unique<Mapping>(fd_, 0, kRegionAlign);
+    mapping_ = std::make_unique<Mapping>(fd_, 0, kRegionAlign, rank);
     header_ = reinterpret_cast<Header*>(mapping_->at(0));
     abort_ = &header_->abort;
     lines_ = reinterpret_cast<RankLine*>(mapping_->at((sizeof(Header) + 127) / 128 * 128));

@@ -16,10 +16,10 @@ class CommError : public std::runtime_error {
   int rank;
 };
 
-// A mapped range of a file.
+// A mapped range of a file; rank: whom an error names.
 class Mapping {
  public:
-  Mapping(int fd, uint64_t offset, size_t bytes);
+  Mapping(int fd, uint64_t offset, size_t bytes, int rank);
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;

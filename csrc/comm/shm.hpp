@@ -12,6 +12,8 @@
 
 namespace serried {
 
+struct RegionHead;
+
 enum class Op : uint8_t {
   kNone, kAllReduce, kReduceNodes, kReduceScatter, kAllGather, kGather, kBroadcast, kSend, kRecv, kBarrier, kAgree,
   kSubgroup, kCount
@@ -104,43 +106,48 @@ class ShmComm {
   struct Line;
   struct Mailbox;
   struct Layout {
-    size_t mailboxes, slots, chunks, bytes;
+    size_t slot_stride, mailboxes, slots, chunks, bytes;
     Layout(int size, size_t slot_bytes);
   };
-  struct Missing {
-    std::vector<int> ranks;
-    std::string names;
+  // What a wait is for: a signal's value, given by one peer; or whoever has not posted this step.
+  struct Wanted {
+    const Signal& signal;
+    uint32_t target;
+    int peer;
+    bool whole_group;
   };
   class Call;
 
   ShmComm(std::shared_ptr<Segment> segment, std::vector<int> names, int rank, uint64_t offset, int64_t timeout);
 
+  RegionHead& region_head() const;
   Line& line(int rank) const;
   Mailbox& mailbox(int from, int to) const;
   char* chunk(int from, int to, uint32_t index) const;
   char* slot(int rank, uint32_t step) const;
-  void prefault();
 
   void open(Op op, size_t bytes);
   static void bump(std::atomic<uint64_t>& counter) {
     counter.store(counter.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   }
+  uint32_t tag() const;
+  static bool arrived(uint32_t value, uint32_t target);  // steps wrap around
   bool all_posted() const;
+  void wait_until(const Signal& signal, uint32_t target, int peer);
   void check_tag(int peer);
-  void await(Waiter& waiter, Deadline& deadline, const Signal& signal, uint32_t target, int peer);
-  int64_t look(Deadline& deadline, int64_t start, int peer);
-  std::vector<int> missing(int peer) const;
+  void await(Waiter& waiter, Deadline& deadline, const Wanted& wanted);
+  int64_t look(Deadline& deadline, int64_t start, const Wanted& wanted);
+  std::vector<int> missing(const Wanted& wanted) const;
   uint64_t progress_of(const std::vector<int>& ranks) const;
-  void raise_for_dead(const std::vector<int>& ranks);
-  [[noreturn]] void give_up(const std::vector<int>& ranks);
-  [[noreturn]] void break_off(const CommError& error);
+  void raise_for_gone(const Wanted& wanted);
+  void give_up(const Wanted& wanted);
   std::string what() const;
-  std::string here(int peer) const;
+  std::string names(const std::vector<int>& ranks) const;
 
   void all_reduce_shots(char* x, int64_t count, Element element, bool two);
   void all_reduce_ring(char* x, int64_t count, Element element);
   void nodes_piece(const float* nodes, const int32_t* counts, const Fold& fold, int64_t tokens, int64_t columns,
-                   int64_t stride, float* out, int64_t out_stride, bool two);
+                   int64_t stride, float* out, bool two);
   void gather_pieces(const void* x, int64_t rows, const int64_t* parts, void* out);
 
   std::shared_ptr<Segment> segment_;

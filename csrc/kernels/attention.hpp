@@ -60,14 +60,13 @@ void rope_write(const Attention& op, const float* qkv, int64_t qkv_stride, const
 }
 
 constexpr int kPassRows = 64;
-constexpr int kScoreStride = kAttentionSegment + 16;  // not a multiple of 4 KiB in 16 rows: rows lie in different sets
-constexpr int kAlign = 16;                            // floats
+constexpr int kAlign = 16;  // floats
 
 constexpr int64_t padded_dim(int head_dim) { return (head_dim + 31) / 32 * 32; }
 
 int64_t attend_scratch(const Attention& op) {
   const int64_t dim = padded_dim(op.head_dim), turned = dim * kAttentionBlock;
-  return kAlign + turned + kPassRows * (3 * dim + kScoreStride + 3);
+  return kAlign + turned + kAttentionSegment * kPair + kPassRows * (3 * dim + kScoreStride);
 }
 
 // Walks memory that will be wanted next, a few lines at a time, while other work goes on.
@@ -100,13 +99,11 @@ class Pass {
     scratch += (64 - address % 64) % 64 / 4;
     dim_ = padded_dim(op.head_dim);
     kt_ = scratch;
-    q_ = reinterpret_cast<uint32_t*>(kt_ + dim_ * kAttentionBlock);
-    segment_out_ = kt_ + dim_ * kAttentionBlock + kPassRows * dim_;
+    packed_ = kt_ + dim_ * kAttentionBlock;
+    q_ = reinterpret_cast<uint32_t*>(packed_ + kAttentionSegment * kPair);
+    segment_out_ = packed_ + kAttentionSegment * kPair + kPassRows * dim_;
     out_ = segment_out_ + kPassRows * dim_;
     scores_ = out_ + kPassRows * dim_;
-    segment_sum_ = scores_ + kPassRows * kScoreStride;
-    max_ = segment_sum_ + kPassRows;
-    sum_ = max_ + kPassRows;
   }
 
   void run(const int32_t* positions, const T* q, int64_t q_stride, T* out, int64_t out_stride, const Group* groups,
@@ -144,22 +141,25 @@ class Pass {
     }
   }
 
-  // Queries as the words that score_tile multiplies.
+  // Queries as the words that score_tile multiplies: a tile is [step][its rows].
   void load_queries(const T* q, int64_t q_stride) {
-    uint32_t* to = q_;
     for (int g = 0; g < group_count_; ++g) {
-      for (int t = token_; t < token_ + tokens_; ++t) {
-        const T* from = q + t * q_stride + groups_[g].head * op_.head_dim;
-        for (int h = 0; h < groups_[g].heads; ++h, to += dim_, from += op_.head_dim) load_query(from, to);
+      const Group& group = groups_[g];
+      for (int i = 0, rows = rows_of(group); i < rows; ++i) {
+        const T* from = q + (token_ + i / group.heads) * q_stride + (group.head + i % group.heads) * op_.head_dim;
+        const int first = i / kTileRows * kTileRows, count = rows - first < kTileRows ? rows - first : kTileRows;
+        load_query(from, q_ + (group.row + first) * dim_ + (i - first), count);
       }
     }
   }
 
-  void load_query(const T* from, uint32_t* to) {
-    if constexpr (kIsBf16<T> && !kPairSteps<T>) {
-      for (int i = 0; i < op_.head_dim; ++i) to[i] = uint32_t{from[i].bits} << 16;
-    } else {
-      std::memcpy(to, from, sizeof(T) * static_cast<size_t>(op_.head_dim));
+  void load_query(const T* from, uint32_t* to, int count) {
+    for (int i = 0; i < steps<T>(op_.head_dim); ++i, to += count) {
+      if constexpr (kIsBf16<T> && !kPairSteps<T>) {
+        *to = uint32_t{from[i].bits} << 16;
+      } else {
+        std::memcpy(to, reinterpret_cast<const char*>(from) + 4 * i, 4);
+      }
     }
   }
 
@@ -204,8 +204,8 @@ class Pass {
       const int count = end - row < kTileRows ? end - row : kTileRows;
       if (row_high_[row + count - 1] <= first || row_low_[row] >= first + kAttentionBlock) continue;
       with_rows(count, [&](auto constant) {
-        score_tile<T, decltype(constant)::value>(q_ + row * dim_, dim_, kt_, steps<T>(op_.head_dim), op_.scale,
-                                                 scores_ + row * kScoreStride + b * kAttentionBlock, kScoreStride);
+        score_tile<T, decltype(constant)::value>(q_ + row * dim_, kt_, steps<T>(op_.head_dim), op_.scale,
+                                                 scores_ + row * kScoreStride + b * kAttentionBlock);
       });
     }
   }
@@ -218,7 +218,7 @@ class Pass {
   }
 
   // Scores become exp(score - maximum); what the row does not see becomes 0. Lane j sums positions j, j + lanes, ...
-  void weigh_row(int row) {
+  [[gnu::noinline]] void weigh_row(int row) {
     int low, high;
     if (!inside(row, &low, &high)) return;
     float* s = scores_ + row * kScoreStride;
@@ -244,28 +244,48 @@ class Pass {
 
   void add_segment() {
     std::memset(segment_out_, 0, sizeof(float) * static_cast<size_t>(rows_ * dim_));
-    const bool more = begin_ + kAttentionSegment < high_;
-    // One group reads a segment at a time, several a block, so that memory is read in one line.
-    for (int b = from_; b < to_; ++b) {
-      const bool last = b + 1 == to_;
-      if (last && more) plan_ahead(keys(0), kBlocks);
-      if (last && !more) ahead_.row_end = 0;
-      if (!last) plan_ahead(values(0), b + 1);
+    add_blocks(begin_ + kAttentionSegment < high_ ? kBlocks : 0);
+  }
+
+  // One group takes the segment as a whole, several take turns block by block, so that memory is read in one line.
+  // next: the block of keys that follows (0: none).
+  void add_blocks(int next) {
+    const int step = group_count_ == 1 ? to_ - from_ : 1;
+    for (int b = from_; b < to_; b += step) {
+      if (b + step < to_) {
+        plan_ahead(values(0), b + step);
+      } else if (next > 0) {
+        plan_ahead(keys(0), next);
+      } else {
+        ahead_.row_end = 0;
+      }
       for (int g = 0; g < group_count_; ++g) {
         share(g).fetch(INT64_MAX);
-        add_range(groups_[g], b * kAttentionBlock, (b + 1) * kAttentionBlock);
+        add_range(groups_[g], b * kAttentionBlock, (b + step) * kAttentionBlock);
       }
     }
   }
 
+  // Several tiles of rows: the values are packed for them, kPair columns at a time (32 KiB for the segment).
   void add_range(const Group& group, int from, int to) {
-    const Values<T> a{scores_, kScoreStride, values(group.kv_head), offsets_, segment_out_, dim_};
+    const Scattered<T> all{values(group.kv_head), offsets_};
+    if (rows_of(group) <= kTileRows) return add_tiles(all, group, from, to, 0);
+    const int low = low_ - begin_ > from ? low_ - begin_ : from, high = high_ - begin_ < to ? high_ - begin_ : to;
+    for (int c = 0; c < op_.head_dim; c += kPair) {
+      pack_values(all, c, op_.head_dim - c, low, high, packed_);
+      add_tiles(Packed{packed_}, group, from, to, c);
+    }
+  }
+
+  template <class Source>
+  void add_tiles(Source values, const Group& group, int from, int to, int column) {
     for (int row = group.row, end = row + rows_of(group); row < end; row += kTileRows)
-      add_tile(a, row, end - row < kTileRows ? end - row : kTileRows, from, to);
+      add_tile(values, row, end - row < kTileRows ? end - row : kTileRows, from, to, column);
   }
 
   // Positions that all rows of the tile see go together; before and after them each row takes what it sees alone.
-  void add_tile(const Values<T>& a, int row, int count, int from, int to) {
+  template <class Source>
+  void add_tile(Source values, int row, int count, int from, int to, int column) {
     int lows[kTileRows], highs[kTileRows], low = from, high = to;
     for (int r = 0; r < count; ++r) {
       inside(row + r, &lows[r], &highs[r]);
@@ -273,16 +293,16 @@ class Pass {
       low = lows[r] > low ? lows[r] : low, high = highs[r] < high ? highs[r] : high;
     }
     if (low >= high) low = high = to;
-    for (int r = 0; r < count; ++r) add_row(a, row + r, lows[r], highs[r] < low ? highs[r] : low);
-    if (low >= high) return;
-    with_rows(count, [&](auto constant) {
-      value_rows<T, decltype(constant)::value>(a, row, low, high, op_.head_dim);
-    });
-    for (int r = 0; r < count; ++r) add_row(a, row + r, high, highs[r]);
+    for (int r = 0; r < count; ++r) add_rows<1>(values, row + r, lows[r], highs[r] < low ? highs[r] : low, column);
+    with_rows(count, [&](auto constant) { add_rows<decltype(constant)::value>(values, row, low, high, column); });
+    for (int r = 0; r < count; ++r) add_rows<1>(values, row + r, high > lows[r] ? high : lows[r], highs[r], column);
   }
 
-  void add_row(const Values<T>& a, int row, int from, int to) {
-    if (from < to) value_rows<T, 1>(a, row, from, to, op_.head_dim);
+  template <int R, class Source>
+  void add_rows(Source values, int row, int from, int to, int column) {
+    if (from >= to) return;
+    value_rows<R>(values, op_.head_dim, scores_ + row * kScoreStride, from, to, segment_out_ + row * dim_ + column,
+                  dim_);
   }
 
   // The first segment that a row sees is taken as it is; each later one is rescaled to the common maximum and added.
@@ -343,13 +363,13 @@ class Pass {
   const Attention& op_;
   const Sequence& sequence_;
   int64_t dim_;  // of a row in scratch
-  float *kt_, *segment_out_, *out_, *scores_, *segment_sum_, *max_, *sum_;
+  float *kt_, *packed_, *segment_out_, *out_, *scores_;
   uint32_t* q_;
   const Group* groups_;
   int group_count_, token_, tokens_, rows_, low_, high_;
   int begin_, from_, to_;  // the segment's first position, and its blocks that any row sees
   int row_low_[kPassRows], row_high_[kPassRows];
-  float segment_max_[kPassRows];
+  float segment_max_[kPassRows], segment_sum_[kPassRows], max_[kPassRows], sum_[kPassRows];
   int64_t offsets_[kAttentionSegment + kAttentionBlock];
   const char* ahead_rows_[kAttentionBlock];
   Ahead ahead_;

@@ -15,6 +15,7 @@ namespace {
 namespace simd {
 
 constexpr int kMaxHeadDim = 512;
+constexpr int kScoreStride = kAttentionSegment + 16;  // floats; not 1 KiB, or the rows would share sets of the cache
 constexpr int kTileRows = SERRIED_LANES == 16 ? 8 : SERRIED_LANES == 8 ? 6 : 4;
 
 template <class T>
@@ -102,7 +103,7 @@ inline void turn_words(const char* const* row, int word, float* kt, N... n) {
 
 // kt [steps, rounded up to a multiple of 4 words][32] from 32 rows of keys.
 template <class T, class Ahead>
-void turn_keys(const char* const* rows, int head_dim, float* kt, Ahead& ahead) {
+[[gnu::noinline]] void turn_keys(const char* const* rows, int head_dim, float* kt, Ahead& ahead) {
   const int count = words<T>(head_dim);
   for (int p = 0; p < kAttentionBlock; p += kLanes) {
     int w = 0;
@@ -114,62 +115,62 @@ void turn_keys(const char* const* rows, int head_dim, float* kt, Ahead& ahead) {
   }
 }
 
-// scores[r][32] = scale * q[r] . kt, for R rows of q (a word a step).
+// scores[r][32] = scale * q[r] . kt. q: [step][R], a word each, so that one pointer walks through all rows.
 template <class T, int R>
-void score_tile(const uint32_t* q, int64_t q_stride, const float* kt, int step_count, float scale, float* scores,
-                int64_t score_stride) {
+[[gnu::noinline]] void score_tile(const uint32_t* q, const float* kt, int step_count, float scale, float* scores) {
   for (int p = 0; p < kAttentionBlock; p += 2 * kLanes) {
     V acc[R][2] = {};
     for (int d = 0; d < step_count; ++d) {
       const U k0 = load_bits(kt + d * kAttentionBlock + p), k1 = load_bits(kt + d * kAttentionBlock + p + kLanes);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const U word = set_bits(q[r * q_stride + d]);
+        const U word = set_bits(q[d * R + r]);
         acc[r][0] = multiply_step<T>(acc[r][0], word, k0);
         acc[r][1] = multiply_step<T>(acc[r][1], word, k1);
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      store(scores + r * score_stride + p, acc[r][0] * set(scale));
-      store(scores + r * score_stride + p + kLanes, acc[r][1] * set(scale));
+      store(scores + r * kScoreStride + p, acc[r][0] * set(scale));
+      store(scores + r * kScoreStride + p + kLanes, acc[r][1] * set(scale));
     }
   }
 }
 
-// What a tile of values needs: weights p[r][position], rows of values at values + offsets[position], and sums
-// o[r][padded head] with the columns in the order of Pair.
+// Rows of values in the cache, by position.
 template <class T>
-struct Values {
-  const float* p;
-  int64_t p_stride;
-  const T* values;
+struct Scattered {
+  const T* base;
   const int64_t* offsets;
-  float* o;
-  int64_t o_stride;
+  const T* at(int i) const { return base + offsets[i]; }
+};
+// kPair columns of each position side by side, as float32: what many rows read again and again.
+struct Packed {
+  const float* base;
+  const float* at(int i) const { return base + i * kPair; }
 };
 
 // o[r] += p[r][i] * values[i] for positions [from, to), R rows, C pairs of vectors of columns; with n: one pair of n.
-template <class T, int R, int C, class... N>
-void value_tile(const Values<T>& a, int row, int from, int to, int column, N... n) {
-  float* o = a.o + row * a.o_stride + column;
-  const float* p = a.p + row * a.p_stride;
+// p: [R][kScoreStride]; o: [R][o_stride], columns in the order of Pair.
+template <int R, int C, class Source, class... N>
+[[gnu::noinline]] void value_tile(Source values, int column, const float* p, int from, int to, float* o,
+                                  int64_t o_stride, N... n) {
   V acc[R][C][2];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) {
-      acc[r][c][0] = load(o + r * a.o_stride + c * kPair);
-      acc[r][c][1] = load(o + r * a.o_stride + c * kPair + kLanes);
+      acc[r][c][0] = load(o + r * o_stride + c * kPair);
+      acc[r][c][1] = load(o + r * o_stride + c * kPair + kLanes);
     }
   for (int i = from; i < to; ++i) {
-    const T* v = a.values + a.offsets[i] + column;
+    const auto* v = values.at(i) + column;
     Pair x[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) x[c] = load_pair(v + c * kPair, n...);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const V weight = set(p[r * a.p_stride + i]);
+      const V weight = set(p[r * kScoreStride + i]);
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) {
         acc[r][c][0] = fma(weight, x[c].a, acc[r][c][0]);
@@ -181,19 +182,35 @@ void value_tile(const Values<T>& a, int row, int from, int to, int column, N... 
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) {
-      store(o + r * a.o_stride + c * kPair, acc[r][c][0]);
-      store(o + r * a.o_stride + c * kPair + kLanes, acc[r][c][1]);
+      store(o + r * o_stride + c * kPair, acc[r][c][0]);
+      store(o + r * o_stride + c * kPair + kLanes, acc[r][c][1]);
     }
 }
 
 // All columns of R rows; few rows take more columns at a time, so that enough chains are in flight.
-template <class T, int R>
-void value_rows(const Values<T>& a, int row, int from, int to, int head_dim) {
+template <int R, class T>
+void value_rows(Scattered<T> values, int columns, const float* p, int from, int to, float* o, int64_t o_stride) {
   constexpr int C = R * 4 <= kTileRows ? 4 : R * 2 <= kTileRows ? 2 : 1;
-  int column = 0;
-  for (; column + C * kPair <= head_dim; column += C * kPair) value_tile<T, R, C>(a, row, from, to, column);
-  for (; column + kPair <= head_dim; column += kPair) value_tile<T, R, 1>(a, row, from, to, column);
-  if (column < head_dim) value_tile<T, R, 1>(a, row, from, to, column, head_dim - column);
+  int c = 0;
+  for (; c + C * kPair <= columns; c += C * kPair) value_tile<R, C>(values, c, p, from, to, o + c, o_stride);
+  for (; c + kPair <= columns; c += kPair) value_tile<R, 1>(values, c, p, from, to, o + c, o_stride);
+  if (c < columns) value_tile<R, 1>(values, c, p, from, to, o + c, o_stride, columns - c);
+}
+// One packed pair.
+template <int R>
+void value_rows(Packed values, int, const float* p, int from, int to, float* o, int64_t o_stride) {
+  value_tile<R, 1>(values, 0, p, from, to, o, o_stride);
+}
+
+// Columns [column, column + kPair) (fewer: columns) of positions [from, to) for Packed.
+template <class T>
+[[gnu::noinline]] void pack_values(Scattered<T> values, int column, int columns, int from, int to, float* packed) {
+  for (int i = from; i < to; ++i) {
+    const T* v = values.at(i) + column;
+    const Pair x = columns < kPair ? load_pair(v, columns) : load_pair(v);
+    store(packed + i * kPair, x.a);
+    store(packed + i * kPair + kLanes, x.b);
+  }
 }
 
 // Calls f with the number of rows (1 .. kTileRows) as a constant.

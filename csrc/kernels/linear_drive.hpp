@@ -47,11 +47,14 @@ struct Position {
   int32_t leaf = 0, k = 0, depth = 0, node = 0;
 };
 
+// The last leaf may end with the real inputs: the padding after them is part of it.
+inline int32_t leaf_stop(const Leaf& leaf) { return (leaf.stop + kPad - 1) / kPad * kPad; }
+
 // Ends at the last leaf that ends within `most` inputs; inside a leaf that is longer than that.
 inline int32_t group_end(const Linear& linear, const Position& at, int32_t most) {
   int32_t end = at.k;
   for (int32_t leaf = at.leaf; leaf < linear.leaf_count; ++leaf) {
-    const int32_t stop = linear.leaves[leaf].stop;
+    const int32_t stop = leaf_stop(linear.leaves[leaf]);
     if (stop - at.k > most) break;
     end = stop;
   }
@@ -73,7 +76,7 @@ struct Driver {
 
   int32_t first_token(int32_t block) const { return std::min(token_begin + block * rows, token_end - rows); }
   const char* tile_data(int32_t tile) const {
-    return static_cast<const char*>(linear.weight) + tile * linear.inputs * kInputBytes;
+    return static_cast<const char*>(linear.weight) + kInputBytes * tile * linear.inputs;
   }
 
   void run(int32_t tile_begin, int32_t tile_end) {
@@ -119,12 +122,12 @@ struct Driver {
     s.blocks = batch;
     do {
       const Leaf& leaf = linear.leaves[at.leaf];
-      const int32_t stop = std::min(leaf.stop, end);
+      const int32_t leaf_end = leaf_stop(leaf), stop = std::min(leaf_end, end);
       s.weight = weight + at.k * kInputBytes;
       s.x = tokens + int64_t{at.k} * Kernel::kElement;
       s.inputs = stop - at.k;
       s.resumes = at.k > leaf.start;
-      s.ends_leaf = stop == leaf.stop;
+      s.ends_leaf = stop == leaf_end;
       s.pops = leaf.pops;
       s.ends_node = s.ends_leaf && leaf.ends_node;
       s.slot = kernel.slot(index, at.depth);

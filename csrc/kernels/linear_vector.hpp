@@ -32,7 +32,8 @@ struct Vec {
   static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
   static Floats multiply_add(Floats sum, Floats a, Floats b) { return _mm512_fmadd_ps(a, b, sum); }
   static Words words(const void* p) { return _mm512_loadu_si512(p); }
-  static Floats even(Words w) { return _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)); }
+  // Not by _mm512_slli_epi32: GCC 12 warns of an uninitialized value inside it.
+  static Floats even(Words w) { return reinterpret_cast<Floats>(reinterpret_cast<__v16su>(w) << 16); }
   static Floats odd(Words w) {
     return _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
   }
@@ -349,7 +350,7 @@ inline void hide(Floats& v) {
 }
 
 // sum = sum * factor + term, which stays near one, in as many sums as leave registers for the rest.
-inline double multiply_vectors(int64_t iterations) {
+[[gnu::noinline]] double multiply_vectors(int64_t iterations) {
   constexpr int kSums = kWide ? 24 : 12;
   Floats sum[kSums], factor = Vec::all(0.5f), term = Vec::all(0.5f);
   hide(factor);
@@ -369,7 +370,7 @@ inline double multiply_vectors(int64_t iterations) {
 }
 
 #if SERRIED_avx512_bf16
-inline double multiply_pairs(int64_t iterations) {
+[[gnu::noinline]] double multiply_pairs(int64_t iterations) {
   constexpr int kSums = 24;
   Floats sum[kSums], x = Vec::all(0.0f), weight = Vec::all(1.0f);
   hide(x);

@@ -18,7 +18,12 @@
 #define SERRIED_DOT_PAIRS 0
 #endif
 #if SERRIED_LANES > 4
+// GCC 12 warns of the "undefined" operand in its own header (PR105593).
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 namespace serried {

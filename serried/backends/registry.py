@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import importlib.util
 
+from serried import _native
 from serried.backends.base import Backend
+from serried.config import EngineConfig
 from serried.errors import InputError
+from serried.parallel.comm import Communicator
 
-NAMES = ("torch",)
 
+def resolve_backend(config: EngineConfig, local_rank: int = 0) -> EngineConfig:
+    """The config with backend and device decided; InputError where what it asks for is not there.
 
-def check_backend(name: str) -> None:
-    """Refuse a backend that is unknown or whose library is missing."""
-    if name not in NAMES:
-        raise InputError(f"--backend {name}: unknown; choose from {', '.join(NAMES)}")
+    auto: native on a CPU where it was built, else torch. On CUDA the rank's device is made the current one.
+    """
+    if config.backend == "native" or (config.backend == "auto" and config.device != "cuda" and _native.available()):
+        return _native_config(config)
     if importlib.util.find_spec("torch") is None:
         raise InputError("--backend torch: PyTorch is not installed; pip install 'serried[torch]'")
-
-
-def choose_device(name: str, device: str, ranks: int, local_rank: int = 0) -> str:
-    """`cpu` or `cuda` for `auto`, and the current CUDA device set for this rank where it is `cuda`."""
-    check_backend(name)
     from serried.backends.torch import choose_torch_device
 
-    return choose_torch_device(device, ranks, local_rank)
+    device = choose_torch_device(config.device, config.tensor_parallel_size, local_rank)
+    return config.resolve(backend="torch", device=device)
 
 
-def create_backend(name: str, dtype: str, device: str, threads: int) -> Backend:
-    """A backend for this rank."""
-    check_backend(name)
-    from serried.backends.torch import TorchBackend
+def _native_config(config: EngineConfig) -> EngineConfig:
+    if config.device == "cuda":
+        raise InputError("--backend native: runs on a CPU; for --device cuda take --backend torch")
+    _native.choose_isa()
+    return config.resolve(backend="native", device="cpu")
 
-    return TorchBackend(dtype, device, threads)
+
+def create_backend(config: EngineConfig, comm: Communicator) -> Backend:
+    """A backend for this rank, of a config that resolve_backend has decided."""
+    if config.backend == "torch":
+        from serried.backends.torch import TorchBackend
+
+        return TorchBackend(config.dtype, config.device, config.threads)
+    from serried.backends.native import NativeBackend
+
+    return NativeBackend(config.dtype, config.threads, comm, config.max_num_batched_tokens)

@@ -31,7 +31,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", help="bfloat16 (default) or float32: of weights and activations")
-    group.add_argument("--backend", help="torch (default)")
+    group.add_argument("--backend", help="auto (default), native or torch")
     group.add_argument("--device", help="auto (default), cpu or cuda")
     group.add_argument("--load-format", help="auto (default), or dummy: random weights from the seed")
     group.add_argument("--seed", type=integer("--seed"), help="of dummy weights, and of sampling (default 0)")

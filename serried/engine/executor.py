@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from serried.backends.registry import choose_device
+from serried.backends.registry import resolve_backend
 from serried.backends.step import Int32, StepInput
 from serried.config import EngineConfig, TorchrunWorld, child_environment, torchrun_environment
 from serried.engine.worker import RankInfo, Worker
@@ -206,7 +206,7 @@ def create_executor(
     if world is not None:
         check_world(config, world)
     local_rank = 0 if world is None else world.local_rank
-    config = config.resolve(device=choose_device(config.backend, config.device, size, local_rank))
+    config = resolve_backend(config, local_rank)
     if world is not None:
         return TorchrunExecutor(config, source, world, progress)
     return LocalExecutor(config, source, progress) if size == 1 else ProcessExecutor(config, source, progress)

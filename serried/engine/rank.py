@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from serried.backends.registry import choose_device
+from serried.backends.registry import resolve_backend
 from serried.config import EngineConfig
 from serried.engine.executor import serve_steps
 from serried.engine.worker import Worker
@@ -19,7 +19,7 @@ def main() -> None:
 
         config = msgspec.msgpack.decode(link.payload, type=EngineConfig)
         store = anonymous_store(link.store_fd, link.size)
-        choose_device(config.backend, config.device, link.size, link.rank)
+        resolve_backend(config, link.rank)
         comm = TorchComm(store, link.rank, link.size, config.device, config.collective_timeout, loopback=True)
         worker = Worker(config, open_model(config.model), comm)
         link.ready()

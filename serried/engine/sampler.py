@@ -21,7 +21,7 @@ def sample(logits: Logits, request: Request) -> int:
     params = request.params
     if params.temperature == 0:
         return int(np.argmax(logits))
-    scaled = logits.astype(np.float64) / params.temperature
+    scaled = logits.astype(np.float64) / max(params.temperature, 1e-200)  # a denormal would give infinities
     ids = np.arange(logits.size)
     if 0 < params.top_k < logits.size:
         ids = best(scaled, params.top_k)

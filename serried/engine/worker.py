@@ -47,10 +47,10 @@ class Worker:
             raise InputError(
                 f"--max-model-len {self.max_model_len}: the model's context is {source.config.max_position}"
             )
-        self.backend = create_backend(config.backend, config.dtype, config.device, config.threads)
+        self.backend = create_backend(config, comm)
         partition = source.config.partition(config.weights)
         self.model = Decoder(source.config, partition, comm, self.max_model_len)
-        damaged = config.sabotage if comm.rank == comm.size - 1 else None
+        damaged = config.sabotage if 0 < comm.rank == comm.size - 1 else None  # a group of one stays whole
         if damaged:
             damage_layers(self.model, damaged, comm.rank)
         self._load(source, progress)

@@ -40,6 +40,7 @@ class VerifyJob:
     prompt: tuple[int, ...]
     tokens: int
     tolerance: float
+    reference_tolerance: float | None
     with_reference: bool
     world: TorchrunWorld | None
 
@@ -78,8 +79,8 @@ class VerifyJob:
             if world is not None:
                 check_world(config, world)
         _check_sabotage(source, configs, with_reference)
-        allowed = _tolerance(configs[0], tolerance)
-        return cls(source, configs, ids, tokens, allowed, with_reference, world)
+        allowed, of_reference = _tolerances(configs[0], tolerance)
+        return cls(source, configs, ids, tokens, allowed, of_reference, with_reference, world)
 
 
 def verify(job: VerifyJob) -> Report | None:
@@ -91,8 +92,11 @@ def verify(job: VerifyJob) -> Report | None:
     if not results:
         return None
     references = reference_logits(job, results) if job.with_reference else {}
-    comparisons = [compare(results[0], run, references.get(tuple(run.tokens)), len(job.prompt)) for run in results]
-    return Report(job.source.name, job.configs[0], job.prompt, tuple(comparisons), job.tolerance)
+    binding = job.reference_tolerance is not None
+    comparisons = tuple(
+        compare(results[0], run, references.get(tuple(run.tokens)), len(job.prompt), binding=binding) for run in results
+    )
+    return Report(job.source.name, job.configs[0], job.prompt, comparisons, job.tolerance, job.reference_tolerance)
 
 
 def run_in_world(job: VerifyJob) -> RunResult | None:
@@ -150,14 +154,17 @@ def _check_sabotage(source: ModelSource, configs: Sequence[EngineConfig], with_r
         raise InputError(f"--sabotage {kind}: there is nothing undamaged to compare with; add a size to -tp")
 
 
-def _tolerance(config: EngineConfig, given: float | None) -> float:
-    if given is not None:
-        if not 0 <= given < float("inf"):
-            raise InputError(f"--tolerance {given}: expected a number of at least 0")
-        return given
-    if config.dtype != "float32":
+def _tolerances(config: EngineConfig, given: float | None) -> tuple[float, float | None]:
+    """How far runs may lie from the first one, and from the reference (None: it is not binding)."""
+    if given is not None and not 0 <= given < float("inf"):
+        raise InputError(f"--tolerance {given}: expected a number of at least 0")
+    wide = config.dtype == "float32"
+    if config.backend == "native":  # exact: what is allowed concerns the reference alone
+        return given or 0.0, (given or DEFAULT_TOLERANCE) if wide else given
+    if given is None and not wide:
         raise InputError(
             f"--tolerance: must be given for --dtype {config.dtype} on the torch backend, whose sums are not exact "
             "in it; or take --dtype float32"
         )
-    return DEFAULT_TOLERANCE
+    allowed = DEFAULT_TOLERANCE if given is None else given
+    return allowed, allowed

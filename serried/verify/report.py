@@ -18,11 +18,13 @@ class Report:
     prompt: tuple[int, ...]
     comparisons: tuple[Comparison, ...]
     tolerance: float
+    reference_tolerance: float | None
 
     @property
     def ok(self) -> bool:
         """Whether the split changes nothing. Nodes added in the wrong order may change no more than a bit."""
-        return holds(self.comparisons, self.tolerance, to_the_bit=self.config.sabotage == "rank-order")
+        exact = self.config.sabotage == "rank-order"
+        return holds(self.comparisons, self.tolerance, self.reference_tolerance, to_the_bit=exact)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -31,6 +33,7 @@ class Report:
             "dtype": self.config.dtype,
             "prompt_ids": list(self.prompt),
             "tolerance": self.tolerance,
+            "reference_tolerance": self.reference_tolerance,
             "sabotage": self.config.sabotage,
             "runs": [comparison.to_json() for comparison in self.comparisons],
             "ok": self.ok,

@@ -1,0 +1,59 @@
+"""From scheduled requests to the flat arrays of a step, and the one array in which they travel."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serried.backends.step import StepInput
+from serried.engine.batch import build_step
+from serried.engine.request import Request
+from serried.engine.scheduler import Scheduled
+from serried.sampling_params import SamplingParams
+
+arrays = st.lists(st.integers(-(1 << 31), (1 << 31) - 1), max_size=9).map(lambda x: np.array(x, np.int32))
+
+
+@given(st.tuples(*[arrays] * 8))
+def test_what_is_packed_comes_out_again(contents: Any) -> None:
+    flat = StepInput(*contents).pack()
+    assert flat.dtype == np.int32
+    again = StepInput.unpack(np.frombuffer(flat.tobytes(), np.int32))
+    for field, wanted in zip(fields(StepInput), contents, strict=True):
+        got = getattr(again, field.name)
+        assert got.dtype == np.int32
+        assert np.array_equal(got, wanted)
+
+
+def test_a_step_of_three_requests() -> None:
+    """A chunk in the middle of a prompt, a decode, and a prompt's last chunk."""
+    params = SamplingParams(max_tokens=9)
+    middle = Request(0, list(range(100, 120)), params, 0, blocks=[5, 2, 9, 0, 7, 1, 3])
+    decode = Request(1, [50, 51, 52], params, 0, output=[60, 61], computed=4, blocks=[4, 8, 6])
+    last = Request(2, [70, 71, 72, 73, 74], params, 0, computed=3, blocks=[11, 10])
+    step = build_step([Scheduled(middle, 6, 10), Scheduled(decode, 4, 5), Scheduled(last, 3, 5)], 4)
+    assert step.tokens.tolist() == [106, 107, 108, 109, 61, 73, 74]
+    assert step.positions.tolist() == [6, 7, 8, 9, 4, 3, 4]
+    assert step.slots.tolist() == [10, 11, 36, 37, 32, 47, 40]
+    assert step.row_starts.tolist() == [0, 4, 5, 7]
+    assert step.kv_lens.tolist() == [10, 5, 5]
+    assert step.block_starts.tolist() == [0, 3, 5, 7]
+    assert step.blocks.tolist() == [5, 2, 9, 4, 8, 11, 10]
+    assert step.logit_rows.tolist() == [4, 6]
+    assert step.requests == 3
+    every = build_step([Scheduled(middle, 6, 10), Scheduled(last, 3, 5)], 4, all_logits=True)
+    assert every.logit_rows.tolist() == list(range(6))
+    assert all(getattr(step, field.name).dtype == np.int32 for field in fields(StepInput))
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.data())
+def test_a_requests_tokens(prompt: int, output: int, data: st.DataObject) -> None:
+    whole = list(range(prompt + output))
+    request = Request(0, whole[:prompt], SamplingParams(), 0, output=whole[prompt:])
+    start = data.draw(st.integers(0, len(whole)))
+    stop = data.draw(st.integers(start, len(whole)))
+    assert request.tokens(start, stop) == whole[start:stop]

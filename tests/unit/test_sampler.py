@@ -1,0 +1,195 @@
+"""The sampler against straightforward ones, its distribution, and the random numbers under it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serried.engine.philox import gumbel_noise, philox4x32
+from serried.engine.request import Request
+from serried.engine.sampler import best, nucleus, sample
+from serried.errors import InputError
+from serried.sampling_params import SamplingParams
+
+# Few different values, so that ties are common.
+logit_lists = st.lists(st.sampled_from([-3.0, -0.5, 0.0, 0.25, 1.0, 2.0, 7.5]), min_size=1, max_size=40)
+
+
+def request(seed: int = 0, length: int = 5, **params: Any) -> Request:
+    return Request(0, [1] * length, SamplingParams(**params), seed)
+
+
+def logits_of(values: Any) -> Any:
+    return np.array(values, np.float32)
+
+
+# Known answers of the Random123 paper's distribution (kat_vectors): counter, key, result.
+KNOWN = [
+    ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, 0xFFFFFFFF_FFFFFFFF, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        0x299F31D0_A4093822,
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
+def test_philox_known_answers(counter: tuple[int, int, int, int], key: int, words: tuple[int, ...]) -> None:
+    first, *rest = counter
+    got = philox4x32(key, (np.array([first, 1, first], np.uint64), rest[0], rest[1], rest[2]))
+    assert got.dtype == np.uint32
+    assert tuple(got[0].tolist()) == tuple(got[2].tolist()) == words
+    assert tuple(got[1].tolist()) != words
+
+
+@given(st.integers(0, (1 << 64) - 1), st.integers(0, 1 << 20), st.lists(st.integers(0, 200_000), min_size=1))
+def test_noise_depends_on_nothing_but_the_token(seed: int, position: int, ids: list[int]) -> None:
+    """Any subset, in any order: each token's noise is its own."""
+    together = gumbel_noise(seed, position, np.array(ids))
+    alone = [gumbel_noise(seed, position, np.array([i]))[0] for i in ids]
+    assert together.tolist() == alone
+    assert np.isfinite(together).all()
+
+
+def test_noise_is_gumbels() -> None:
+    noise = gumbel_noise(3, 0, np.arange(100_000))
+    assert abs(noise.mean() - np.euler_gamma) < 0.02
+    assert abs(noise.var() - math.pi**2 / 6) < 0.05
+    for other in (gumbel_noise(4, 0, np.arange(1000)), gumbel_noise(3, 1, np.arange(1000))):
+        assert abs(np.corrcoef(noise[:1000], other)[0, 1]) < 0.1
+
+
+@given(logit_lists)
+def test_greedy_takes_the_lowest_of_the_best(values: list[float]) -> None:
+    assert sample(logits_of(values), request(temperature=0)) == values.index(max(values))
+    assert sample(logits_of(values), request(temperature=0, top_k=3, top_p=0.5)) == values.index(max(values))
+    assert sample(logits_of(values), request(temperature=0.7, top_k=1)) == values.index(max(values))
+    assert sample(logits_of(values), request(temperature=0.7, top_p=1e-9)) == values.index(max(values))
+
+
+def plain_candidates(values: list[float], temperature: float, top_k: int, top_p: float) -> list[int]:
+    """What top_k and then top_p leave, in the words of their definitions."""
+    order = sorted(range(len(values)), key=lambda i: (-values[i], i))
+    if top_k > 0:
+        order = order[:top_k]
+    weights = [math.exp((values[i] - max(values)) / temperature) for i in order]
+    kept, total = [], 0.0
+    for i, weight in zip(order, weights, strict=True):
+        kept.append(i)
+        total += weight
+        if total >= top_p * sum(weights):
+            break
+    return kept
+
+
+@settings(max_examples=200)
+@given(
+    logit_lists,
+    st.sampled_from([0.3, 1.0, 2.5]),
+    st.sampled_from([-1, 0, 1, 2, 5, 39, 40, 9999999]),
+    st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
+    st.integers(0, (1 << 64) - 1),
+)
+def test_top_k_and_top_p(values: list[float], temperature: float, top_k: int, top_p: float, seed: int) -> None:
+    kept = plain_candidates(values, temperature, top_k, top_p)
+    noise = gumbel_noise(seed, 5, np.arange(len(values)))
+    wanted = max(kept, key=lambda i: (values[i] / temperature + noise[i], -i))
+    asked = request(seed, temperature=temperature, top_k=top_k, top_p=top_p)
+    assert sample(logits_of(values), asked) == wanted
+
+
+@given(logit_lists, st.integers(1, 50))
+def test_the_best(values: list[float], count: int) -> None:
+    wanted = sorted(range(len(values)), key=lambda i: (-values[i], i))[:count]
+    assert best(np.array(values), count).tolist() == wanted
+
+
+def test_the_nucleus() -> None:
+    probabilities = np.array([0.5, 0.25, 0.125, 0.125])
+    logits = np.log(probabilities) + 100
+    assert [nucleus(logits, p) for p in (0.01, 0.45, 0.7, 0.8, 0.9, 0.999)] == [1, 1, 2, 3, 4, 4]
+
+
+@pytest.mark.parametrize("by", ["seed", "position"])
+@pytest.mark.parametrize("params", [{}, {"top_k": 4}, {"top_p": 0.8}, {"temperature": 2.0}])
+def test_the_distribution(by: str, params: dict[str, Any]) -> None:
+    """Chi-square of 4000 draws: over seeds at one position, and over the positions of one seeded request."""
+    asked = {"temperature": 1.0, **params}
+    values = [0.1, 1.5, -1.0, 0.9, 1.5, -4.0, 0.0]
+    kept = plain_candidates(values, asked["temperature"], asked.get("top_k", 0), asked.get("top_p", 1.0))
+    weights = np.array([math.exp(values[i] / asked["temperature"]) if i in kept else 0 for i in range(len(values))])
+    draws = 4000
+    expected = weights / weights.sum() * draws
+    seen = np.zeros(len(values))
+    for n in range(draws):
+        where = {"seed": n} if by == "seed" else {"seed": 99, "length": n + 1}
+        seen[sample(logits_of(values), request(**where, **asked))] += 1
+    assert not seen[expected == 0].any()
+    inside = expected > 0
+    chi_square = (np.square(seen - expected)[inside] / expected[inside]).sum()
+    critical = {2: 13.8, 3: 16.3, 4: 18.5, 5: 20.5, 6: 22.5}  # one in a thousand, by degrees of freedom
+    assert chi_square < critical[int(inside.sum()) - 1]
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-300, 5e-324])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_tiny_temperature_is_greedy(temperature: float, top_p: float) -> None:
+    values = logits_of([3.0, 12.5, -7.0, 12.75, 0.0])
+    assert sample(values, request(temperature=temperature, top_p=top_p)) == 3
+
+
+def test_a_mixed_batch_does_not_matter() -> None:
+    """Sampling one request leaves nothing behind that another could see."""
+    values = logits_of(np.random.default_rng(0).normal(size=500))
+    first = sample(values, request(7, temperature=1.0, top_k=64))
+    sample(values, request(8, temperature=0.5, top_k=0))
+    assert sample(values, request(7, temperature=1.0, top_k=64)) == first
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        *[("temperature", value) for value in (-0.1, math.inf, math.nan, "1", True, None)],
+        *[("top_p", value) for value in (0, -1, 1.01, math.nan, "0.5", True)],
+        *[("top_k", value) for value in (-2, 1.5, 1 << 31, "3", True)],
+        *[("max_tokens", value) for value in (0, -1, 2.5, 1 << 31, None, True)],
+        *[("seed", value) for value in (-1, 1 << 64, 0.5, "1", True)],
+        *[("stop", value) for value in ("", [""], [5], ["x"] * 65, ["y" * 4097])],
+        *[("stop_token_ids", value) for value in ([-1], ["3"], [True], [1.0])],
+    ],
+)
+def test_bad_parameters_are_named(field: str, bad: Any) -> None:
+    with pytest.raises(InputError, match=rf"^{field}: "):
+        SamplingParams(**{field: bad})
+
+
+def test_good_parameters() -> None:
+    params = SamplingParams(temperature=0, top_k=-1, seed=(1 << 64) - 1, stop="end", stop_token_ids=[3], max_tokens=1)
+    assert params.stop == ("end",)
+    assert params.stop_token_ids == (3,)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    with pytest.raises(AttributeError):
+        params.top_k = 3  # type: ignore[misc]
+
+
+def test_a_request_ends() -> None:
+    """At an end token unless it is ignored, at a stop token always, at its length."""
+    for params, output, reason in (
+        ({}, [2], "stop"),
+        ({"ignore_eos": True}, [2, 9, 9], "length"),
+        ({"ignore_eos": True, "stop_token_ids": [2]}, [2], "stop"),
+        ({"stop_token_ids": [9]}, [5, 9], "stop"),
+        ({}, [5, 5, 2], "stop"),
+    ):
+        made = Request(0, [1], SamplingParams(max_tokens=3, **params), 0, frozenset({2}))
+        for token in output:
+            assert made.finish_reason is None
+            made.append(token)
+        assert made.finish_reason == reason
