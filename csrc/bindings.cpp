@@ -89,9 +89,9 @@ class Store {
   Arena arena_;
 };
 
-// Sizes of the eight arrays, then the arrays: see StepInput.pack in serried/backends/step.py.
+// Sizes of the nine arrays, then the arrays: see StepInput.pack in serried/backends/step.py.
 Step unpack(const Ints& flat, Logits& logits) {
-  constexpr int kArrays = 8;
+  constexpr int kArrays = 9;  // the last, how tokens are chosen, is not the program's business
   const int32_t* data = flat.data();
   if (flat.size() < kArrays) throw std::invalid_argument("a step is too short");
   const int32_t* at[kArrays];

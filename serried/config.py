@@ -12,6 +12,7 @@ from serried.machine import available_cores
 DTYPES = ("bfloat16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 BACKENDS = ("auto", "native", "torch")
+ALGORITHMS = ("auto", "one-shot", "two-shot")
 DEVICES = ("auto", "cpu", "cuda")
 SABOTAGES = ("skip-reduce", "swap-shards", "double-bias", "activation-first", "rank-order")
 
@@ -23,7 +24,8 @@ class EngineConfig:
     tp_weights: the ranks' shares, as positive integers (None: equal). threads_per_rank: None for cores / ranks.
     max_model_len: the longest sequence, prompt and output together (None: what the model and the memory allow).
     kv_cache_memory: bytes of KV cache a rank (None: a share of the free memory). collective_timeout: seconds that a
-    rank waits for its peers. sabotage: damage the last rank on purpose (for `verify`).
+    rank waits for its peers. allreduce_algorithm: of the native backend. sabotage: damage the last rank on purpose
+    (for `verify`).
     """
 
     model: str
@@ -41,11 +43,13 @@ class EngineConfig:
     block_size: int = 32
     kv_cache_memory: int | None = None
     collective_timeout: float = 300.0
+    allreduce_algorithm: str = "auto"
     sabotage: str | None = None
 
     def __post_init__(self) -> None:
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--load-format", self.load_format, LOAD_FORMATS)
+        _one_of("--allreduce-algorithm", self.allreduce_algorithm, ALGORITHMS)
         _one_of("--device", self.device, DEVICES)
         _one_of("--backend", self.backend, BACKENDS)
         if self.sabotage is not None:

@@ -6,6 +6,7 @@
 //   g++ $F $AVX2 -DSERRIED_avx2=1 attention_check.cpp -o check_avx2
 //   g++ $F $AVX512 -DSERRIED_avx512=1 attention_check.cpp -o check_avx512
 //   g++ $F $AVX512 -mavx512bf16 -mavx512vnni -DSERRIED_avx512_bf16=1 attention_check.cpp -o check_avx512_bf16
+//   g++ $F $AVX512 -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16 -DSERRIED_amx=1 attention_check.cpp -o check_amx
 // Options: `check` or `bench` alone. Exit status 1 if anything does not hold.
 #include "../kernels/attention.hpp"
 #include "../kernels/pointwise.hpp"
@@ -261,7 +262,7 @@ void bench() {
 
 int main(int count, char** arguments) {
   using namespace serried;
-  flush_denormals();
+  begin();
   const std::string only = count > 1 ? arguments[1] : "";
   if (only != "bench") {
     check_pointwise();

@@ -31,12 +31,14 @@ class Mapping {
   size_t bytes_;
 };
 
+constexpr uint64_t kStuck = uint64_t{1} << 55;
+
 // What a rank tells of itself. Two cache lines, because cores fetch lines in pairs; written by that rank alone.
 struct alignas(128) RankLine {
   std::atomic<int32_t> pid;        // 0: has not joined
   std::atomic<uint64_t> progress;  // moves while the rank gets on with its work: restarts the deadlines of others
   std::atomic<uint64_t> beat;      // moves while the rank waits: it is alive, but stuck as well
-  std::atomic<uint64_t> where;     // operation << 56 | sequence number
+  std::atomic<uint64_t> where;     // operation << 56 | sequence number, and kStuck where it has given up there
 };
 
 // The first error of all ranks, which every rank then raises.

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t kSuspicion = 20 * kMillisecond;  // a wait as long as this looks whether its peers live
 constexpr int64_t kRollCall = kSecond;             // that ranks get to show that they are stuck, but alive
+constexpr int64_t kHearsay = kRollCall + 300 * kMillisecond;  // that others get to name a culprit
 constexpr const char* kNames[] = {"nothing",   "all_reduce", "reduce_nodes", "reduce_scatter", "all_gather", "gather",
                                   "broadcast", "send",       "recv",         "barrier",        "agree_min",  "subgroup"};
 static_assert(std::size(kNames) == static_cast<size_t>(Op::kCount));
@@ -32,7 +33,7 @@ std::string seconds(int64_t ns) {
 }
 
 std::string place(uint64_t where) {
-  return std::string(op_name(static_cast<Op>(where >> 56))) + " #" + std::to_string(where & ((1ull << 56) - 1));
+  return std::string(op_name(static_cast<Op>(where >> 56))) + " #" + std::to_string(where & (kStuck - 1));
 }
 
 }  // namespace
@@ -88,14 +89,15 @@ void ShmComm::open(Op op, size_t bytes) {
   if (broken_) [[unlikely]] throw CommError(*broken_);
   segment_->raise_if_aborted();
   op_ = op;
-  ++sequence_;
-  segment_->mine().where.store(static_cast<uint64_t>(op) << 56 | sequence_, std::memory_order_relaxed);
+  const uint64_t sequence = ++sequence_[static_cast<int>(op)];
+  segment_->mine().where.store(static_cast<uint64_t>(op) << 56 | sequence, std::memory_order_relaxed);
   OpStats& stats = stats_[static_cast<int>(op)];
   ++stats.calls;
   stats.bytes += bytes;
 }
 
 void* ShmComm::begin(Op op, size_t bytes) {
+  if (bytes > slot_bytes_) throw std::length_error("a step brings more than a slot holds");
   open(op, bytes);
   started_ = 0;
   return next();
@@ -115,7 +117,9 @@ void ShmComm::post() {
   mine.posted.publish(step_);
 }
 
-uint32_t ShmComm::tag() const { return static_cast<uint32_t>(op_) << 24 | (sequence_ & 0xffffff); }
+uint32_t ShmComm::tag() const {
+  return static_cast<uint32_t>(op_) << 24 | (sequence_[static_cast<int>(op_)] & 0xffffff);
+}
 
 bool ShmComm::arrived(uint32_t value, uint32_t target) { return static_cast<int32_t>(value - target) >= 0; }
 
@@ -222,10 +226,12 @@ void ShmComm::raise_for_gone(const Wanted& wanted) {
   }
 }
 
-// The deadline has passed: who of the missing still shows a sign of life is stuck in a wait of his own, and no culprit.
+// The deadline has passed. Who of the missing still shows a sign of life is stuck in a wait of his own and no culprit:
+// then whoever waits for the culprit is given the time to name him.
 void ShmComm::give_up(const Wanted& wanted) {
-  const int64_t until = now_ns() + kRollCall;
+  const int64_t start = now_ns();
   const auto beat = [&](int r) { return segment_->line(names_[r]).beat.load(std::memory_order_relaxed); };
+  const auto stuck = [&](int r) { return (segment_->line(names_[r]).where.load() & kStuck) != 0; };
   std::vector<uint64_t> before(size_);
   for (int r = 0; r < size_; ++r) before[r] = beat(r);
   std::vector<int> silent, late;
@@ -236,12 +242,14 @@ void ShmComm::give_up(const Wanted& wanted) {
     late = missing(wanted);
     if (late.empty()) return;
     silent.clear();
-    std::copy_if(late.begin(), late.end(), std::back_inserter(silent), [&](int r) { return beat(r) == before[r]; });
-  } while (!silent.empty() && now_ns() < until);
+    std::copy_if(late.begin(), late.end(), std::back_inserter(silent),
+                 [&](int r) { return beat(r) == before[r] && !stuck(r); });
+  } while (now_ns() - start < (silent.empty() ? kHearsay : kRollCall));
   if (!silent.empty()) {
     const std::string text = what() + ": no sign of " + names(silent) + " within " + seconds(timeout_);
     segment_->abort(names_[silent[0]], text);
   }
+  segment_->mine().where.fetch_or(kStuck);
   std::string text = what() + ": not done after " + seconds(timeout_) + ", with";
   for (int r : late) {
     text += (r == late[0] ? " " : ", ") + names({r}) + " in " + place(segment_->line(names_[r]).where.load());
@@ -250,12 +258,12 @@ void ShmComm::give_up(const Wanted& wanted) {
 }
 
 std::string ShmComm::what() const {
-  return std::string(op_name(op_)) + " #" + std::to_string(sequence_) + " of " + names(iota(size_));
+  return std::string(op_name(op_)) + " #" + std::to_string(sequence_[static_cast<int>(op_)]) + " of " + names(iota(size_));
 }
 
 std::string ShmComm::names(const std::vector<int>& ranks) const {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (int r : ranks) text += (&r == &ranks[0] ? "" : ", ") + std::to_string(names_[r]);
+  for (const int& r : ranks) text += (&r == &ranks[0] ? "" : ", ") + std::to_string(names_[r]);
   return text;
 }
 
@@ -291,7 +299,7 @@ std::unique_ptr<ShmComm> ShmComm::subgroup(const std::vector<int>& ranks) {
 
 void ShmComm::close() {
   if (!region_) return;
-  line(rank_).left.store(1, std::memory_order_release);
+  if (!broken_) line(rank_).left.store(1, std::memory_order_release);  // else the others learn more from the error
   line(rank_).posted.wake();
   const bool last = region_head().left.fetch_add(1) + 1 == static_cast<uint32_t>(size_);
   if (last) segment_->release(offset_, layout_.bytes);

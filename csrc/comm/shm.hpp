@@ -55,7 +55,8 @@ class ShmComm {
   std::vector<int> absent(double seconds);
 
   // --- A step, for a program: no allocation, no copy. ---
-  // Opens an operation to which this rank brings `bytes` in all: its own slot, to be written (by any thread).
+  // Opens an operation: this rank's slot, of slot_bytes, to be written (by any thread). bytes: what it will bring, for
+  // the counters; std::length_error where that is more than a slot.
   void* begin(Op op, size_t bytes);
   // Own slot for a further step of the same operation. The peers' slots of the step before stay readable until post.
   void* next();
@@ -162,7 +163,7 @@ class ShmComm {
   std::unique_ptr<CommError> broken_;
 
   uint32_t step_ = 0;
-  uint64_t sequence_ = 0;
+  std::array<uint64_t, static_cast<int>(Op::kCount)> sequence_{};  // by operation: sends are not everybody's
   Op op_ = Op::kNone;
   int64_t started_ = 0;
   std::array<OpStats, static_cast<int>(Op::kCount)> stats_{};

@@ -2,11 +2,38 @@
 
 #include <stdexcept>
 #include <utility>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 #include "program/comm_operators.hpp"
 #include "program/operators.hpp"
 
 namespace serried {
+namespace {
+
+// The calling thread is Python's: it computes as the pool's threads do (denormals are zero) and is put back after.
+class FloatingPointMode {
+ public:
+  explicit FloatingPointMode(const Kernels& k) {
+#if defined(__x86_64__)
+    before_ = _mm_getcsr();
+#endif
+    k.begin_thread();
+  }
+  ~FloatingPointMode() {
+#if defined(__x86_64__)
+    _mm_setcsr(before_);
+#endif
+  }
+  FloatingPointMode(const FloatingPointMode&) = delete;
+  FloatingPointMode& operator=(const FloatingPointMode&) = delete;
+
+ private:
+  unsigned before_ = 0;
+};
+
+}  // namespace
 
 Program::Program(const Kernels& kernels, Pool& pool, ShmComm* comm, int64_t max_tokens, int64_t max_logit_rows)
     : k(kernels), pool(pool), comm(comm), max_tokens_(max_tokens), max_logit_rows_(max_logit_rows) {}
@@ -192,6 +219,7 @@ void Program::run(const Step& step) {
   if (step.token_count > max_tokens_ || step.logit_count > max_logit_rows_)
     throw std::invalid_argument("the step is larger than the program's budget");
   const int64_t start = now_ns();
+  const FloatingPointMode mode(k);
   for (const auto& op : operators_) op->run(*this, step);
   times.total += now_ns() - start;
   ++times.steps;

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from serried.config import forced_isa
 from serried.errors import InputError
 
+core: Any = None
+_why_not: ImportError | None = None
 try:
-    from serried._native import _core as core
+    core = import_module("serried._native._core")
 except ImportError as error:  # built without a compiler, or not for this Python
-    core = None
-    _why_not: ImportError | None = error
-else:
-    _why_not = None
+    _why_not = error
 
 
 def available() -> bool:

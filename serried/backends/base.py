@@ -79,8 +79,8 @@ class Destination(Protocol):
 class Program(Protocol):
     """A forward, ready to run again and again."""
 
-    def run(self, step: StepInput) -> npt.NDArray[np.float32] | None:
-        """Run one step: the logits [Q, vocabulary] on the rank that gathers them, None elsewhere."""
+    def run(self, step: StepInput) -> npt.NDArray[np.float32]:
+        """Run one step: this rank's part of the logits, float32 [Q, own vocabulary]."""
         ...
 
 
@@ -167,6 +167,6 @@ class Backend(Protocol):
         """The rows that want logits: [T, ...] -> [Q, ...]."""
         ...
 
-    def logits(self, x: Handle, weight: Parameter, comm: Communicator, parts: Sequence[int], to_all: bool) -> Handle:
-        """x @ weight.T, gathered: [Q, hidden] -> float32 [Q, vocabulary] on rank 0 (or on all ranks)."""
+    def logits(self, x: Handle, weight: Parameter) -> Handle:
+        """x @ weight.T: [Q, hidden] -> float32 [Q, own vocabulary]."""
         ...

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,14 @@ import numpy.typing as npt
 from serried._native import core, open_kernels
 from serried.backends.base import AttentionSpec, Backend, Partial, RopeTable
 from serried.backends.step import StepInput
+from serried.errors import RankFailed
 from serried.kv.cache import CacheShape
 from serried.parallel.comm import Communicator
 from serried.parallel.reduction import ReductionPlan, Span
 from serried.weights.checkpoint import Array
 from serried.weights.spec import Kind, Parameter
 
+TILE = 64  # outputs of a weight tile
 PAD = 32  # a leaf's columns begin at a multiple of this
 
 
@@ -53,14 +55,6 @@ class _VectorDestination:
         return self._weight
 
 
-@dataclass(frozen=True)
-class _Gather:
-    """What becomes of the LM head's output: the parts of the vocabulary, and who gets the whole."""
-
-    parts: Sequence[int]
-    to_all: bool
-
-
 class NativeBackend:
     """Operators in C++. Handles are numbers of buffers; weights are the kernels' own.
 
@@ -86,7 +80,8 @@ class NativeBackend:
         self._pool = core.Pool(threads, list(cpus), self.kernels)
         self._max_tokens = max_tokens
         self._program: Any = None
-        self._gather: _Gather | None = None
+        self._own_vocab = 0
+        self._reductions: Counter[str] = Counter()
 
     # Around the operators
 
@@ -110,25 +105,26 @@ class NativeBackend:
         self._program = core.Program(self.kernels, self._pool, native, self._max_tokens, self._max_tokens)
         forward(self)
         self._program.finish()
-        if self._gather is None:
-            raise ValueError("a forward without logits cannot be compiled")
-        return NativeProgram(self._program, self.comm, self._gather)
+        return NativeProgram(self._program, self.comm, self._own_vocab, dict(self._reductions))
 
     # The operators
 
     def embed(self, weight: Parameter, rows: Span, comm: Communicator) -> int:
         edges = self._edges(rows, comm)
+        self._reductions["all_reduce"] += 1
         return int(self._program.embed(weight.value, edges))
 
     def norm(self, x: int, weight: Parameter, eps: float) -> int:
         return int(self._program.norm(x, weight.value, eps, self.dtype))
 
     def reduce(self, partial: Partial) -> int:
+        self._reductions["reduce_nodes"] += 1
         columns = partial.outputs
         bias = partial.bias.value if partial.bias else None
         return int(self._program.reduce(partial.nodes, self._plan(partial.plan), bias, columns))
 
     def reduce_add_norm(self, partial: Partial, residual: int, weight: Parameter, eps: float) -> tuple[int, int]:
+        self._reductions["reduce_nodes"] += 1
         bias = partial.bias.value if partial.bias else None
         plan = self._plan(partial.plan)
         h = self._program.reduce_add_norm(partial.nodes, plan, bias, residual, weight.value, eps, self.dtype)
@@ -177,9 +173,9 @@ class NativeBackend:
     def select_rows(self, x: int) -> int:
         return int(self._program.select_rows(x))
 
-    def logits(self, x: int, weight: Parameter, comm: Communicator, parts: Sequence[int], to_all: bool) -> None:
+    def logits(self, x: int, weight: Parameter) -> None:
         self._program.logits(x, weight.value)
-        self._gather = _Gather(parts, to_all)
+        self._own_vocab = weight.shape[0]
 
     def _rounded(self, x: int) -> int:
         """x in the dtype of the weights."""
@@ -197,24 +193,37 @@ class NativeBackend:
         return [*(int(i) for i in starts[::2]), int(starts[-1])]
 
 
-@dataclass(frozen=True)
 class NativeProgram:
-    """A recorded forward."""
+    """A recorded forward. `reductions`: the all-reduces of a step, by operation, for the group's counters."""
 
-    program: Any
-    comm: Communicator
-    gather: _Gather
+    def __init__(self, program: Any, comm: Communicator, own_vocab: int, reductions: Mapping[str, int]) -> None:
+        self.native = program
+        self._comm = comm
+        self._own_vocab = own_vocab
+        self._reductions = reductions
 
-    def run(self, step: StepInput) -> npt.NDArray[np.float32] | None:
-        own = self.gather.parts[self.comm.rank]
-        local = np.empty((step.logit_rows.size, -(-own // 64) * 64), np.float32)
-        self.program.run(step.pack(), local)
-        mine = np.ascontiguousarray(local[:, :own])
-        if self.gather.to_all:
-            whole: npt.NDArray[np.float32] | None = self.comm.all_gather(mine, self.gather.parts, dim=1)
-        else:
-            whole = self.comm.gather(mine, self.gather.parts, dim=1)
-        return whole
+    def run(self, step: StepInput) -> npt.NDArray[np.float32]:
+        # Rows of whole tiles, made new: who gets them may keep them.
+        logits = np.empty((step.logit_rows.size, -(-self._own_vocab // TILE) * TILE), np.float32)
+        before = self._timings()
+        try:
+            self.native.run(step.pack(), logits)
+        except core.CommError as error:
+            raise RankFailed(*error.args) from None
+        self._count(before)
+        return logits[:, : self._own_vocab]
+
+    def _timings(self) -> dict[str, tuple[int, float]]:
+        timings = getattr(self._comm, "timings", None)
+        return {name: (t.bytes, t.total_s) for name, t in timings().items()} if timings else {}
+
+    def _count(self, before: Mapping[str, tuple[int, float]]) -> None:
+        """Enter the step's collectives, which ran in C++, in the group's counters."""
+        after = self._timings()
+        for name, calls in self._reductions.items():
+            bytes_before, seconds_before = before.get(name, (0, 0.0))
+            moved, seconds = after.get(name, (0, 0.0))
+            self._comm.counters.enter(name, calls, moved - bytes_before, seconds - seconds_before)
 
 
 def leaf_table(plan: ReductionPlan, rank: int) -> list[list[int]]:

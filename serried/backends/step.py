@@ -19,7 +19,8 @@ class StepInput:
     row_starts: [R + 1] where each sequence's tokens begin in T. kv_lens: [R] how many positions of each sequence the
     cache holds once this step's are written.
     block_starts: [R + 1] where each sequence's blocks begin in `blocks`, its block table: [B] cache blocks in order.
-    logit_rows: [Q] the rows of T whose logits are wanted, ascending.
+    logit_rows: [Q] the rows of T whose logits are wanted, ascending. sampling: how their tokens are chosen (packed
+    Wants, see engine/sampler.py), or nothing where the logits themselves are wanted.
     """
 
     tokens: Int32
@@ -30,6 +31,7 @@ class StepInput:
     block_starts: Int32
     blocks: Int32
     logit_rows: Int32
+    sampling: Int32
 
     def pack(self) -> Int32:
         """All arrays in one: their sizes, then their contents. What the ranks are sent."""

@@ -133,10 +133,10 @@ class TorchBackend:
         self._cache = torch.empty(sizes, dtype=self._dtype, device=self._device)
         self._block_size = shape.block_size
 
-    def compile(self, forward: Callable[[Backend], torch.Tensor | None]) -> _TorchProgram:
+    def compile(self, forward: Callable[[Backend], torch.Tensor]) -> _TorchProgram:
         return _TorchProgram(self, forward)
 
-    def run(self, forward: Callable[[Backend], torch.Tensor | None], step: StepInput) -> torch.Tensor | None:
+    def run(self, forward: Callable[[Backend], torch.Tensor], step: StepInput) -> torch.Tensor:
         """Run a forward for one step."""
         self._step = _Step(step, self._block_size, self._device)
         with torch.inference_mode():
@@ -223,14 +223,8 @@ class TorchBackend:
     def select_rows(self, x: torch.Tensor) -> torch.Tensor:
         return x[self._step.logit_rows]
 
-    def logits(
-        self, x: torch.Tensor, weight: Parameter, comm: Communicator, parts: Sequence[int], to_all: bool
-    ) -> torch.Tensor | None:
-        local = self.linear(x, weight, None).float().contiguous()
-        gathered: torch.Tensor | None = (
-            comm.all_gather(local, parts, dim=1) if to_all else comm.gather(local, parts, dim=1)
-        )
-        return gathered
+    def logits(self, x: torch.Tensor, weight: Parameter) -> torch.Tensor:
+        return self.linear(x, weight, None).float()
 
 
 @dataclass(frozen=True)
@@ -238,11 +232,11 @@ class _TorchProgram:
     """A forward that is called anew for every step."""
 
     backend: TorchBackend
-    forward: Callable[[Backend], torch.Tensor | None]
+    forward: Callable[[Backend], torch.Tensor]
 
-    def run(self, step: StepInput) -> npt.NDArray[np.float32] | None:
-        logits = self.backend.run(self.forward, step)
-        return None if logits is None else logits.cpu().numpy()
+    def run(self, step: StepInput) -> npt.NDArray[np.float32]:
+        logits: npt.NDArray[np.float32] = self.backend.run(self.forward, step).cpu().numpy()
+        return logits
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -21,6 +21,7 @@ ENGINE_OPTIONS = (
     "kv_cache_memory",
     "block_size",
     "collective_timeout",
+    "allreduce_algorithm",
 )
 
 
@@ -46,6 +47,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--collective-timeout", type=number("--collective-timeout"), help="seconds to wait for a peer (300)"
     )
+    group.add_argument("--allreduce-algorithm", help="auto (default), one-shot or two-shot: of the native backend")
 
 
 def add_tp_argument(parser: argparse.ArgumentParser) -> None:

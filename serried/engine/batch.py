@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from serried.backends.step import Int32, StepInput
+from serried.engine.sampler import Want, pack_wants
 from serried.engine.scheduler import Scheduled
 
 
-def build_step(scheduled: Sequence[Scheduled], block_size: int, *, all_logits: bool = False) -> StepInput:
+def build_step(scheduled: Sequence[Scheduled], block_size: int, *, whole_logits: bool = False) -> StepInput:
     """Lay the tokens of all scheduled requests in one row.
 
-    Logits are wanted for the last row of each request that samples (or, all_logits, for every row).
+    A token is wanted after the last row of each request that samples; or (whole_logits) the logits of every row.
     """
     tokens, positions, slots, blocks = [], [], [], []
     row_starts, block_starts, logit_rows = [0], [0], []
@@ -37,7 +38,8 @@ def build_step(scheduled: Sequence[Scheduled], block_size: int, *, all_logits: b
         kv_lens=_int32([part.stop for part in scheduled]),
         block_starts=_int32(block_starts),
         blocks=np.concatenate(blocks),
-        logit_rows=np.arange(row_starts[-1], dtype=np.int32) if all_logits else _int32(logit_rows),
+        logit_rows=np.arange(row_starts[-1], dtype=np.int32) if whole_logits else _int32(logit_rows),
+        sampling=pack_wants([] if whole_logits else [Want.of(part.request) for part in scheduled if part.samples]),
     )
 
 

@@ -8,24 +8,19 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from serried.backends.step import StepInput
 from serried.engine.batch import build_step
 from serried.engine.request import Request
-from serried.engine.sampler import sample
 from serried.engine.scheduler import Scheduler
+from serried.engine.worker import StepOutput
 from serried.errors import InputError
 from serried.sampling_params import SamplingParams
 
 
 class StepExecutor(Protocol):
-    """What the core asks of the ranks: run a step everywhere, give back rank 0's logits."""
+    """What the core asks of the ranks: run a step everywhere, give back what rank 0 has decided."""
 
-    def execute(self, step: StepInput) -> npt.NDArray[np.float32]:
-        """float32 [Q, vocabulary]."""
-        ...
+    def execute(self, step: StepInput) -> StepOutput: ...
 
 
 @dataclass(frozen=True)
@@ -71,14 +66,14 @@ class EngineCore:
         if not scheduled:
             return []
         self.steps += 1
-        logits = self.executor.execute(build_step(scheduled, self.scheduler.block_size))
-        rows = iter(logits)
+        output = self.executor.execute(build_step(scheduled, self.scheduler.block_size))
+        chosen = iter(output.tokens)
         tokens = []
         for part in scheduled:
             samples = part.samples
             part.request.computed = part.stop
             if samples:
-                token = sample(next(rows), part.request)
+                token = next(chosen)
                 part.request.append(token)
                 tokens.append(NewToken(part.request, token, part.request.finish_reason))
         self.scheduler.retire()

@@ -7,12 +7,12 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from serried.backends.registry import resolve_backend
 from serried.backends.step import Int32, StepInput
 from serried.config import EngineConfig, TorchrunWorld, child_environment, torchrun_environment
-from serried.engine.worker import RankInfo, Worker
+from serried.engine.group import group_of_children, group_of_world
+from serried.engine.worker import RankInfo, StepOutput, Worker
 from serried.errors import InputError, RankFailed
 from serried.kv.pool import BlockPool
 from serried.models.registry import ModelSource
@@ -23,8 +23,6 @@ from serried.weights.load import Progress
 RANK_MODULE = "serried.engine.rank"
 START_TIMEOUT = 600.0  # seconds that the ranks may take to load
 PAUSE, STOP = -1, -2  # what a follower may be sent instead of a step's size
-
-Logits = npt.NDArray[np.float32]
 
 
 class Executor(Protocol):
@@ -45,8 +43,8 @@ class Executor(Protocol):
 
     def new_pool(self) -> BlockPool: ...
 
-    def execute(self, step: StepInput) -> Logits:
-        """Run a step on all ranks: float32 [Q, vocabulary]. RankFailed names the rank that fails."""
+    def execute(self, step: StepInput) -> StepOutput:
+        """Run a step on all ranks. RankFailed names the rank that fails."""
         ...
 
     def pause(self) -> None:
@@ -92,11 +90,11 @@ class LocalExecutor:
     def new_pool(self) -> BlockPool:
         return BlockPool(self.worker.cache.blocks)
 
-    def execute(self, step: StepInput) -> Logits:
-        logits = self.worker.execute(step)
-        if logits is None:
-            raise RankFailed(self.worker.comm.rank, "does not gather the logits; only rank 0 may execute")
-        return logits
+    def execute(self, step: StepInput) -> StepOutput:
+        output = self.worker.execute(step)
+        if output is None:
+            raise RankFailed(self.worker.comm.rank, "decides no token; only rank 0 may execute")
+        return output
 
     def pause(self) -> None:
         pass
@@ -112,30 +110,19 @@ class ProcessExecutor(LocalExecutor):
     """Rank 0 in this process, the others as its children on this machine."""
 
     def __init__(self, config: EngineConfig, source: ModelSource, progress: Progress | None = None) -> None:
-        from serried.parallel.torch_comm import TorchComm, anonymous_store
-
         size = config.tensor_parallel_size
         self.processes = RankProcesses(
             RANK_MODULE, size, msgspec.msgpack.encode(config), config.threads, child_environment()
         )
         try:
-            store = anonymous_store(self.processes.store_fd, size)
-            comm = TorchComm(
-                store,
-                0,
-                size,
-                config.device,
-                config.collective_timeout,
-                loopback=True,
-                watch=self.processes.check,
-            )
+            comm = group_of_children(config, self.processes.store_fd, 0, self.processes.check)
             super().__init__(config, source, progress, comm)
             self.processes.wait_ready(START_TIMEOUT)
         except BaseException as error:
             self._end(error)
             raise
 
-    def execute(self, step: StepInput) -> Logits:
+    def execute(self, step: StepInput) -> StepOutput:
         try:
             self.processes.broadcast(step.pack().tobytes(), self.config.collective_timeout)
             return super().execute(step)
@@ -166,11 +153,11 @@ class TorchrunExecutor(LocalExecutor):
         world: TorchrunWorld,
         progress: Progress | None = None,
     ) -> None:
-        comm = join_world(config, world)
+        comm = group_of_world(config, world)
         self.decides = world.rank == 0
         super().__init__(config, source, progress if self.decides else None, comm)
 
-    def execute(self, step: StepInput) -> Logits:
+    def execute(self, step: StepInput) -> StepOutput:
         flat = step.pack()
         self._say(flat.size)
         self.worker.comm.broadcast(flat)
@@ -186,15 +173,6 @@ class TorchrunExecutor(LocalExecutor):
 
     def _say(self, size: int) -> None:
         self.worker.comm.broadcast(np.array([size], np.int64))
-
-
-def join_world(config: EngineConfig, world: TorchrunWorld) -> Communicator:
-    """The group of all ranks of torchrun's world."""
-    from serried.parallel.torch_comm import TorchComm, join_torchrun
-
-    store = join_torchrun(world)
-    timeout = config.collective_timeout
-    return TorchComm(store, world.rank, world.size, config.device, timeout, loopback=world.loopback)
 
 
 def create_executor(

@@ -7,6 +7,7 @@ import msgspec
 from serried.backends.registry import resolve_backend
 from serried.config import EngineConfig
 from serried.engine.executor import serve_steps
+from serried.engine.group import group_of_children
 from serried.engine.worker import Worker
 from serried.models.registry import open_model
 from serried.parallel.link import ChildLink
@@ -15,12 +16,8 @@ from serried.parallel.link import ChildLink
 def main() -> None:
     """Load this rank's shard, say so, then execute the steps that rank 0 sends."""
     with ChildLink.from_argv() as link:
-        from serried.parallel.torch_comm import TorchComm, anonymous_store
-
-        config = msgspec.msgpack.decode(link.payload, type=EngineConfig)
-        store = anonymous_store(link.store_fd, link.size)
-        resolve_backend(config, link.rank)
-        comm = TorchComm(store, link.rank, link.size, config.device, config.collective_timeout, loopback=True)
+        config = resolve_backend(msgspec.msgpack.decode(link.payload, type=EngineConfig), link.rank)
+        comm = group_of_children(config, link.store_fd, link.rank)
         worker = Worker(config, open_model(config.model), comm)
         link.ready()
         serve_steps(worker, link.recv)

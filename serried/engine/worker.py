@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import numpy.typing as npt
 from serried.backends.registry import create_backend
 from serried.backends.step import StepInput
 from serried.config import EngineConfig
+from serried.engine.choice import choose_tokens
+from serried.engine.sampler import unpack_wants
 from serried.errors import InputError
 from serried.kv.cache import CacheShape
 from serried.machine import available_memory, peak_rss_bytes
@@ -32,6 +35,14 @@ class RankInfo:
     query_heads: int
     kv_heads: int
     peak_rss_bytes: int
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What rank 0 has of a step: a token for each row of the step that samples, or the logits [Q, vocabulary]."""
+
+    tokens: Sequence[int] = ()
+    logits: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
 
 
 class Worker:
@@ -61,9 +72,14 @@ class Worker:
         self.program = self.backend.compile(self.model.forward)
         comm.counters.reset()
 
-    def execute(self, step: StepInput) -> npt.NDArray[np.float32] | None:
-        """Run one step: float32 logits [Q, vocabulary] on rank 0, None on the others."""
-        return self.program.run(step)
+    def execute(self, step: StepInput) -> StepOutput | None:
+        """Run one step: the tokens that are decided (or the logits) on rank 0, None on the others."""
+        own = self.program.run(step)
+        if step.sampling.size == 0:
+            logits = self.model.lm_head.gather(np.ascontiguousarray(own))
+            return None if logits is None else StepOutput(logits=logits)
+        tokens = choose_tokens(own, self.model.lm_head.span.start, unpack_wants(step.sampling), self.comm)
+        return None if tokens is None else StepOutput(tokens=tokens)
 
     @property
     def weight_bytes_per_step(self) -> int:

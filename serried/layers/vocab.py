@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from serried.backends.base import Backend, Handle
 from serried.layers.layer import Layer
 from serried.parallel.comm import Communicator
 from serried.parallel.partition import Partition
 from serried.weights.spec import Parameter, ShardSpec
+
+Logits = npt.NDArray[np.float32]
 
 
 class VocabParallelEmbedding(Layer):
@@ -27,8 +32,8 @@ class VocabParallelEmbedding(Layer):
 class ParallelLMHead(Layer):
     """Each rank computes the logits of its range of the vocabulary, for the rows that want logits only.
 
-    tied_to: the embedding whose weight it shares. Out: float32 [Q, vocabulary], on rank 0, or (gather_to_all) on
-    every rank.
+    tied_to: the embedding whose weight it shares. Out: float32 [Q, own vocabulary]. Sampling needs no more, since each
+    rank offers candidates of its own part; `gather` and `all_gather` make the whole vocabulary of it.
     """
 
     def __init__(
@@ -39,16 +44,25 @@ class ParallelLMHead(Layer):
         comm: Communicator,
         *,
         tied_to: VocabParallelEmbedding | None = None,
-        gather_to_all: bool = False,
     ) -> None:
         self.comm = comm
+        self.span = vocab.spans[comm.rank]
         self.parts = vocab.sizes
-        self.gather_to_all = gather_to_all
         self.weight = (
             tied_to.weight
             if tied_to
-            else Parameter(ShardSpec.rows(f"{name}.weight", (vocab.size, hidden), vocab.spans[comm.rank]), "linear")
+            else Parameter(ShardSpec.rows(f"{name}.weight", (vocab.size, hidden), self.span), "linear")
         )
 
     def __call__(self, ops: Backend, x: Handle) -> Handle:
-        return ops.logits(ops.select_rows(x), self.weight, self.comm, self.parts, self.gather_to_all)
+        return ops.logits(ops.select_rows(x), self.weight)
+
+    def gather(self, own: Logits) -> Logits | None:
+        """The whole logits [Q, vocabulary] on rank 0, None on the others."""
+        whole: Logits | None = self.comm.gather(own, self.parts, dim=1)
+        return whole
+
+    def all_gather(self, own: Logits) -> Logits:
+        """The whole logits [Q, vocabulary] on every rank."""
+        whole: Logits = self.comm.all_gather(own, self.parts, dim=1)
+        return whole

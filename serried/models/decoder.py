@@ -72,7 +72,7 @@ class Decoder(Layer):
         self.rope = RopeTable(ops.constant(cos), ops.constant(sin))
 
     def forward(self, ops: Backend) -> Handle:
-        """One step: the logits of the rows that want them, float32 [Q, vocabulary] on rank 0."""
+        """One step: this rank's logits of the rows that want them, float32 [Q, own vocabulary]."""
         residual = self.embedding(ops)
         h = self.layers[0].input_norm(ops, residual)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.final_norm]

@@ -40,7 +40,7 @@ class Reader:
             value = default
         if value is None:
             raise self.fail(key, "is missing; the model cannot be built without it")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise self.fail(key, f"is {value!r}; expected a positive number")
         return value
 

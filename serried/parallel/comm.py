@@ -35,10 +35,14 @@ class Counters:
         try:
             yield
         finally:
-            count = self.by_operation.setdefault(operation, Count())
-            count.calls += 1
-            count.bytes += size
-            count.seconds += time.perf_counter() - start
+            self.enter(operation, 1, size, time.perf_counter() - start)
+
+    def enter(self, operation: str, calls: int, size: int, seconds: float) -> None:
+        """Enter calls that were made and timed elsewhere."""
+        count = self.by_operation.setdefault(operation, Count())
+        count.calls += calls
+        count.bytes += size
+        count.seconds += seconds
 
     @property
     def all_reduces(self) -> int:

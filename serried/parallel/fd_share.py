@@ -40,21 +40,21 @@ def share_memfd(store: Store, rank: int, size: int, timeout: float = 60.0) -> in
     if rank == 0:
         return _hand_out(store, size, deadline, timeout)
     try:
-        address = store.get(KEY)
+        name = store.get(KEY)
     except Exception as error:
         raise RankFailed(0, f"rank {rank} waited for its shared memory: {error}") from error
-    return _fetch(address, rank, deadline, timeout)
+    return _fetch(name, rank, deadline, timeout)
 
 
 def _hand_out(store: Store, size: int, deadline: float, timeout: float) -> int:
-    address = b"\0serried-" + secrets.token_hex(16).encode()
+    name = b"serried-" + secrets.token_hex(16).encode()
     waiting = set(range(1, size))
     fd = os.memfd_create("serried-shm")
     try:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(address)
+            listener.bind(b"\0" + name)
             listener.listen(size)
-            store.set(KEY, address)
+            store.set(KEY, name)
             while waiting:
                 listener.settimeout(max(0.001, deadline - time.monotonic()))
                 peer, _ = listener.accept()
@@ -81,11 +81,11 @@ def _serve(peer: socket.socket, fd: int, deadline: float) -> int:
     return int(rank)
 
 
-def _fetch(address: bytes, rank: int, deadline: float, timeout: float) -> int:
+def _fetch(name: bytes, rank: int, deadline: float, timeout: float) -> int:
     with socket.socket(socket.AF_UNIX) as link:
         try:
             link.settimeout(max(0.001, deadline - time.monotonic()))
-            link.connect(address)
+            link.connect(b"\0" + name)
             _require_own_user(link)
             link.sendall(HELLO.pack(rank))
             _, fds, _, _ = socket.recv_fds(link, 1, 1)

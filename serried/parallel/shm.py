@@ -190,11 +190,11 @@ class ShmComm:
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         members = list(ranks)
-        if not members or len(set(members)) < len(members) or not set(members) <= set(range(self.size)):
+        if len(set(members)) < len(members) or not set(members) <= set(range(self.size)):
             raise ValueError(f"a subgroup of {self.size} ranks cannot be {members}")
-        if len(members) == 1:
-            return LocalComm() if members == [self.rank] else None
         self._require_open("subgroup")
+        if len(members) < 2:  # nobody has to meet for that
+            return LocalComm() if members == [self.rank] else None
         with _named_ranks(self._error):
             native = self.native.subgroup(members)
         if native is None:

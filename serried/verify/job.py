@@ -70,6 +70,7 @@ class VerifyJob:
         # The same threads in every run: PyTorch's products may depend on their number.
         settings = {
             "max_model_len": min(source.config.max_position, len(ids) + tokens),
+            "max_num_batched_tokens": max(len(ids), 1),
             "threads_per_rank": max(1, available_cores() // max(*sizes, 1)),
             **(options or {}),
         }

@@ -43,12 +43,12 @@ def run_greedy(executor: Executor, prompt: Sequence[int], count: int) -> RunResu
             f"{len(prompt)} prompt tokens and --tokens {count} do not fit the context of {executor.max_model_len}"
         )
     request.blocks = blocks
-    rows = [executor.execute(build_step([Scheduled(request, 0, len(prompt))], size, all_logits=True))]
+    rows = [executor.execute(build_step([Scheduled(request, 0, len(prompt))], size, whole_logits=True)).logits]
     all_reduces, moved = executor.counters.all_reduces, executor.counters.bytes
     request.append(int(rows[0][-1].argmax()))
     while not request.finish_reason:
         part = Scheduled(request, request.length - 1, request.length)
-        rows.append(executor.execute(build_step([part], size)))
+        rows.append(executor.execute(build_step([part], size, whole_logits=True)).logits)
         request.append(int(rows[-1][-1].argmax()))
     executor.pause()
     return RunResult(

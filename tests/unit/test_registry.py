@@ -204,7 +204,7 @@ def test_a_config_that_is_no_object(text: str, said: str, tmp_path: Path) -> Non
 
 
 def test_what_is_not_a_model(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no such directory, .gguf file or preset") as caught:
+    with pytest.raises(InputError, match=r"no such directory, \.gguf file or preset") as caught:
         open_model("no/such/model")
     assert all(name in str(caught.value) for name in (*preset_names(), "demo"))
     with pytest.raises(InputError, match=f"{tmp_path}: has no config.json"):
@@ -222,7 +222,7 @@ def test_what_is_not_a_model(tmp_path: Path) -> None:
 
 def test_the_demo_model_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="^demo: ") as caught:
+    with pytest.raises(InputError, match=r"^demo: ") as caught:
         open_model("demo")
     assert DEMO_COMMAND in str(caught.value)
     assert "--no-deps" in DEMO_COMMAND

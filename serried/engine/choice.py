@@ -1,0 +1,54 @@
+"""One choice of tokens over all ranks: every rank offers, rank 0 decides, and asks for more where it must."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from serried.engine.sampler import Logits, Offer, Want, decide, make_offer
+from serried.parallel.comm import Communicator
+
+MORE = 8  # times as many candidates in the next round
+
+
+def choose_tokens(own: Logits, first: int, wants: Sequence[Want], comm: Communicator) -> list[int] | None:
+    """The tokens of all rows on rank 0, None on the others.
+
+    own: float32 [Q, own vocabulary], of the ids from `first` on. One gather, and one more round (a word from rank 0,
+    a gather) each time that top_p needs more candidates than the ranks have offered.
+    """
+    factor = 1
+    open_ended = any(want.top_p < 1 and want.top_k == 0 for want in wants)
+    while True:
+        offers = [make_offer(own[row], first, want, want.candidates * factor) for row, want in enumerate(wants)]
+        by_rank = gather_offers(offers, comm)
+        tokens = None
+        if by_rank is not None:
+            tokens = [decide(want, column) for want, column in zip(wants, zip(*by_rank, strict=True), strict=True)]
+        if not open_ended:
+            return _complete(tokens)
+        enough = tokens is None or None not in tokens
+        word: Any = comm.broadcast(np.array([enough], np.int32))
+        if word[0]:
+            return _complete(tokens)
+        factor *= MORE
+
+
+def gather_offers(offers: Sequence[Offer], comm: Communicator) -> list[list[Offer]] | None:
+    """The offers of all ranks, in rank order, on rank 0."""
+    flat = np.concatenate([offer.pack() for offer in offers]) if offers else np.empty(0, np.float64)
+    if comm.size == 1:
+        return [list(offers)]
+    sizes: Any = comm.all_gather(np.array([flat.size], np.int64), [1] * comm.size)
+    parts = [int(size) for size in sizes]
+    # As int64: a Communicator moves bits, and float64 is none of its dtypes.
+    whole: Any = comm.gather(flat.view(np.int64), parts)
+    if whole is None:
+        return None
+    return [Offer.unpack_all(part.view(np.float64)) for part in np.split(whole, np.cumsum(parts)[:-1])]
+
+
+def _complete(tokens: Sequence[int | None] | None) -> list[int] | None:
+    return None if tokens is None else [token for token in tokens if token is not None]
