@@ -229,6 +229,7 @@ class TorchComm:
                 tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
             else:
                 tensor = torch.from_numpy(array)
+            tensor = tensor.to(self._device)  # on CUDA, the small arrays of the engine go by way of the device
         else:
             tensor = x.detach()
         if tensor.device.type != self._device.type:
@@ -262,6 +263,7 @@ def _like(x: Array, tensor: torch.Tensor) -> Array:
     """The tensor as the kind of array that x is."""
     if not isinstance(x, np.ndarray):
         return tensor
+    tensor = tensor.cpu()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
