@@ -1,5 +1,6 @@
 // A developer's check and benchmark of pointwise.hpp and attention.hpp: one variant a build, by hand. From csrc/checks:
-//   F="-std=c++20 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-unused-function -Wno-psabi"
+//   F="-std=c++20 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-unused-function"
+//   F="$F -Wno-psabi"
 //   AVX2="-mavx2 -mfma -mf16c -mbmi -mbmi2"
 //   AVX512="$AVX2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mprefer-vector-width=512"
 //   g++ $F -DSERRIED_baseline=1 attention_check.cpp -o check_baseline
@@ -135,7 +136,10 @@ void check_attend(const Case& c, unsigned seed) {
   Cache z(c, seed);
   for (int p = 0; p < c.length; ++p) {
     if (p >= low && p <= row) continue;
-    for (int i = 0; i < c.kv_heads * c.dim; ++i) z.k.set(z.at(p) + i, NAN), z.v.set(z.at(p) + i, p % 2 ? NAN : INFINITY);
+    for (int i = 0; i < c.kv_heads * c.dim; ++i) {
+      z.k.set(z.at(p) + i, NAN);
+      z.v.set(z.at(p) + i, p % 2 ? NAN : INFINITY);
+    }
   }
   const Buffer masked = z.all();
   expect(masked.equals(whole, size_t(row) * c.query_heads * c.dim, size_t(row + 1) * c.query_heads * c.dim),
@@ -143,8 +147,11 @@ void check_attend(const Case& c, unsigned seed) {
 }
 
 void check_attends() {
-  const std::vector<std::pair<int, std::vector<int32_t>>> maps = {
-      {1, {0}}, {2, {0, 0, 0, 1}}, {3, {0, 0, 1, 1, 1, 2}}, {2, {0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1}}, {4, {3, 0, 1, 2}}};
+  const std::vector<std::pair<int, std::vector<int32_t>>> maps = {{1, {0}},
+                                                                  {2, {0, 0, 0, 1}},
+                                                                  {3, {0, 0, 1, 1, 1, 2}},
+                                                                  {2, {0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1}},
+                                                                  {4, {3, 0, 1, 2}}};
   unsigned seed = 1;
   for (Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16})
     for (int dim : {2, 20, 24, 64, 80, 128, 256, 512})
@@ -226,8 +233,13 @@ void bench_decode(int context, int heads) {
       attend(a, sequence, x.positions.data(), x.q.data(), 2048, out.data(), 2048, context - 1, context, h, h + heads,
              scratch.data());
   };
-  const double cold = best([&] { for (size_t i = 0; i < copies; ++i) once(i); }, 5) / copies;
-  const double warm = best([&] { for (int i = 0; i < 20; ++i) once(0); }, 10) / 20;
+  const auto each = [&] {
+    for (size_t i = 0; i < copies; ++i) once(i);
+  };
+  const auto again = [&] {
+    for (int i = 0; i < 20; ++i) once(0);
+  };
+  const double cold = best(each, 5) / copies, warm = best(again, 10) / 20;
   std::printf("attend decode, context %4d, %2d heads a call: %6.1f GB/s from memory, %6.1f again in cache (%.1f us)\n",
               context, heads, 2e-9 * bytes / cold, 2e-9 * bytes / warm, warm * 1e6);
 }
@@ -239,9 +251,11 @@ void bench_prefill(int tokens, double peak) {
   std::vector<float> scratch(simd::attend_scratch(a));
   Buffer out(c.dtype, x.q.size(), 0);
   const Sequence sequence{0, tokens, tokens, x.table.data()};
-  const double time = best([&] {
-    attend(a, sequence, x.positions.data(), x.q.data(), 2048, out.data(), 2048, 0, tokens, 0, 16, scratch.data());
-  }, 10);
+  const double time = best(
+      [&] {
+        attend(a, sequence, x.positions.data(), x.q.data(), 2048, out.data(), 2048, 0, tokens, 0, 16, scratch.data());
+      },
+      10);
   const double flops = 4.0 * 16 * 128 * tokens * (tokens + 1) / 2;
   std::printf("attend prefill, %4d tokens: %7.1f GFLOP/s of the causal half, %.0f %% of the float32 FMA rate (%.0f)\n",
               tokens, 1e-9 * flops / time, 100e-9 * flops / time / peak, peak);

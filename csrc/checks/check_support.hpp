@@ -140,12 +140,14 @@ double fma_rate() {
   V acc[kChains] = {};
   V a = set(1.0f), b = set(1e-9f);
   asm volatile("" : "+m"(a), "+m"(b));
-  const double time = best([&] {
-    for (int i = 0; i < kRounds; ++i) {
+  const double time = best(
+      [&] {
+        for (int i = 0; i < kRounds; ++i) {
 #pragma GCC unroll 20
-      for (int j = 0; j < kChains; ++j) acc[j] = simd::fma(acc[j], a, b);
-    }
-  }, 10);
+          for (int j = 0; j < kChains; ++j) acc[j] = simd::fma(acc[j], a, b);
+        }
+      },
+      10);
   for (int j = 0; j < kChains; ++j) sink = acc[j][0];
   return 2e-9 * kLanes * kChains * kRounds / time;
 }
@@ -155,15 +157,17 @@ double read_rate() {
   constexpr size_t kBytes = size_t{512} << 20;
   Huge memory(kBytes);
   uint64_t total = 0;
-  const double time = best([&] {
-    simd::U sum[4] = {};
-    for (size_t i = 0; i < kBytes; i += 16 * simd::kLanes)
-      for (int j = 0; j < 4; ++j) {
-        __builtin_prefetch(memory.data() + i + 4096 + 4 * j * simd::kLanes);
-        sum[j] += simd::load_bits(memory.data() + i + 4 * j * simd::kLanes);
-      }
-    total += (sum[0] + sum[1] + sum[2] + sum[3])[0];
-  }, 5);
+  const double time = best(
+      [&] {
+        simd::U sum[4] = {};
+        for (size_t i = 0; i < kBytes; i += 16 * simd::kLanes)
+          for (int j = 0; j < 4; ++j) {
+            __builtin_prefetch(memory.data() + i + 4096 + 4 * j * simd::kLanes);
+            sum[j] += simd::load_bits(memory.data() + i + 4 * j * simd::kLanes);
+          }
+        total += (sum[0] + sum[1] + sum[2] + sum[3])[0];
+      },
+      5);
   sink = float(total);
   return 1e-9 * kBytes / time;
 }

@@ -118,8 +118,8 @@ void check_folds() {
         left.erase(left.begin() + i + 1);
       }
       const bool biased = random() % 2;
-      const ReduceAddNorm op{adds.data(), int(adds.size()), count, left[0], n, biased ? bias.data() : nullptr,
-                             weight.data(), 1e-5f};
+      const ReduceAddNorm op{
+          adds.data(), int(adds.size()), count, left[0], n, biased ? bias.data() : nullptr, weight.data(), 1e-5f};
       auto residual = before;
       std::vector<float> folded(rows * stride), normed(rows * stride), again(rows * stride);
       fold(op, slots.data(), stride, folded.data(), stride, rows);
@@ -190,18 +190,20 @@ void bench_pointwise() {
   auto residual = x;
   Buffer out(Dtype::kBFloat16, kRows * kWide, 0);
   const auto report = [](const char* name, double bytes, auto f) {
-    const double time = best([&] { for (int i = 0; i < 20; ++i) f(); }, 20) / 20;
+    const auto runs = [&] {
+      for (int i = 0; i < 20; ++i) f();
+    };
+    const double time = best(runs, 20) / 20;
     std::printf("%-30s %6.1f GB/s\n", name, 1e-9 * bytes / time);
   };
   const double n = kRows * kWide;
-  report("norm to bf16", n * 6, [&] {
-    norm(x.data(), kWide, weight.data(), 1e-6f, kWide, out.data(), Dtype::kBFloat16, kWide, kRows);
-  });
-  for (auto [name, a] : {std::pair{"silu gated to bf16", Activation::kSilu}, {"gelu gated to bf16", Activation::kGelu},
+  report("norm to bf16", n * 6,
+         [&] { norm(x.data(), kWide, weight.data(), 1e-6f, kWide, out.data(), Dtype::kBFloat16, kWide, kRows); });
+  for (auto [name, a] : {std::pair{"silu gated to bf16", Activation::kSilu},
+                         {"gelu gated to bf16", Activation::kGelu},
                          {"gelu_tanh gated to bf16", Activation::kGeluTanh}})
-    report(name, n * 10, [&] {
-      gated(a, x.data(), y.data(), kWide, out.data(), Dtype::kBFloat16, kWide, kWide, kRows);
-    });
+    report(name, n * 10,
+           [&] { gated(a, x.data(), y.data(), kWide, out.data(), Dtype::kBFloat16, kWide, kWide, kRows); });
   const Add add{0, 1};
   const float* slots[] = {x.data(), y.data()};
   const ReduceAddNorm one{nullptr, 0, 1, 0, kWide, nullptr, weight.data(), 1e-6f};
@@ -212,9 +214,15 @@ void bench_pointwise() {
     });
   int64_t index;
   float value;
-  report("argmax", n * 4, [&] { argmax(x.data(), kRows * kWide, &index, &value); sink = value; });
+  report("argmax", n * 4, [&] {
+    argmax(x.data(), kRows * kWide, &index, &value);
+    sink = value;
+  });
   std::vector<float> sums(kRows * kWide / 64);
-  report("exp_sum", n * 4, [&] { exp_sum(x.data(), kRows * kWide, 4, sums.data()); sink = sums[0]; });
+  report("exp_sum", n * 4, [&] {
+    exp_sum(x.data(), kRows * kWide, 4, sums.data());
+    sink = sums[0];
+  });
 }
 
 }  // namespace

@@ -155,9 +155,8 @@ class Pass {
 #if SERRIED_amx
     if constexpr (kByTiles) return score_16_rows(q, dim_, kt_, op_.head_dim / 2, scores);
 #endif
-    with_rows(count, [&](auto constant) {
-      score_tile<T, decltype(constant)::value>(q, kt_, steps<T>(op_.head_dim), scores);
-    });
+    with_rows(count,
+              [&](auto constant) { score_tile<T, decltype(constant)::value>(q, kt_, steps<T>(op_.head_dim), scores); });
   }
 
   // A row's part of the segment, [low, high) counted from its begin; false if there is none.

@@ -27,7 +27,7 @@ constexpr bool kHasTiles = false;
 template <class T>
 constexpr bool kIsBf16 = sizeof(T) == 2;
 template <class T>
-constexpr bool kPairSteps = kIsBf16<T>&& kHasDotPairs;
+constexpr bool kPairSteps = kIsBf16<T> && kHasDotPairs;
 
 // Steps of a head, and 32-bit words of a head as stored.
 template <class T>

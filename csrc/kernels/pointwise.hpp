@@ -44,9 +44,8 @@ inline float inverse_rms(const float* x, int64_t columns, float eps) {
 template <class T>
 void norm_row(const float* x, const float* weight, float eps, int64_t columns, T* out, int64_t out_stride) {
   const V scale = set(inverse_rms(x, columns, eps));
-  for_columns(columns, [&](int64_t i, auto... n) {
-    store(out + i, load(x + i, n...) * scale * load(weight + i, n...), n...);
-  });
+  for_columns(columns,
+              [&](int64_t i, auto... n) { store(out + i, load(x + i, n...) * scale * load(weight + i, n...), n...); });
   zero_padding(out, columns, out_stride);
 }
 

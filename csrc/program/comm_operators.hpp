@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "comm/region.hpp"
 #include "program/operators.hpp"
 
 namespace serried {

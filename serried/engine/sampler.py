@@ -115,7 +115,7 @@ def make_offer(logits: Logits, first: int, want: Want, count: int) -> Offer:
     if want.temperature == 0:
         at = np.array([np.argmax(logits)])
         return Offer(logits.size, at + first, logits[at].astype(np.float64), nothing, nothing)
-    scaled = logits.astype(np.float64) / want.temperature
+    scaled = logits.astype(np.float64) / max(want.temperature, 1e-200)  # a denormal would give infinities
     if want.top_k == 0 and want.top_p == 1:
         scaled += gumbel_noise(want.seed, want.position, np.arange(first, first + logits.size))
         at = np.array([np.argmax(scaled)])

@@ -75,7 +75,7 @@ def _nccl(store: Store, rank: int, size: int, timeout: float) -> Any:
 class TorchComm:
     """A group of ranks over gloo (device "cpu") or NCCL (device "cuda": the current CUDA device).
 
-    Takes torch tensors on that device, or (on the CPU) numpy arrays; gives back the same kind. `timeout` is
+    takes torch tensors on that device, or numpy arrays; gives back the same kind. `timeout` is
     the deadline of every operation in seconds. `loopback`: all ranks are on this machine, so bind to
     127.0.0.1 only. `names`: the members' ranks in the world, for error messages (default: 0, 1, ...).
     `watch` (RankProcesses.check) is called now and then while the others are awaited. Raises RankFailed where a

@@ -91,11 +91,18 @@ def step(tokens: Sequence[int], logit_rows: Sequence[int]) -> StepInput:
     def flat(x: Any) -> Any:
         return np.array(x, np.int32)
 
-    count = len(tokens)
+    own = range(len(tokens))
     return StepInput(
-        flat(tokens), flat(range(count)), flat(range(count)), flat([0, count]), flat([count]), flat([0, 1]), flat([0]),
-        flat(logit_rows),
-    )  # fmt: skip
+        tokens=flat(tokens),
+        positions=flat(own),
+        slots=flat(own),
+        row_starts=flat([0, len(own)]),
+        kv_lens=flat([len(own)]),
+        block_starts=flat([0, 1]),
+        blocks=flat([0]),
+        logit_rows=flat(logit_rows),
+        sampling=flat([]),
+    )
 
 
 def column_parallel(comm: Communicator) -> None:

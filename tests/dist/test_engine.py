@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ranks import Watch, start
 from tiny_models import Models
 
 from serried import LLM, SamplingParams
+from serried.backends.step import StepInput
 from serried.errors import InputError, RankFailed
 from serried.parallel.launch import RankProcesses
 from serried.parallel.link import Kind, pack_frame
@@ -171,8 +173,7 @@ def test_an_exception_in_a_ranks_forward_is_named(tiny: Models, monkeypatch: pyt
 
 def send_bad_slot(ranks: RankProcesses, frame: bytes) -> None:
     bad = np.frombuffer(frame, np.int32).copy()
-    arrays = 8
-    bad[arrays + bad[:2].sum()] = 1 << 30  # the first slot
+    bad[len(fields(StepInput)) + bad[:2].sum()] = 1 << 30  # the first slot
     for rank in ranks._ranks:
         rank.socket.sendall(pack_frame(Kind.DATA, bad.tobytes() if rank.rank == 1 else frame))
 

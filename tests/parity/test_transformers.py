@@ -43,7 +43,7 @@ def logits_in_steps(llm: LLM, prompts: Sequence[Sequence[int]], chunk: int) -> l
         request.blocks = (pool.take(-(-request.longest // size)) or [])[::-1]
     for start in range(0, max(map(len, prompts)), chunk):
         parts = [Scheduled(r, start, min(start + chunk, r.length)) for r in requests if start < r.length]
-        got = llm.executor.execute(build_step(parts, size, all_logits=True))
+        got = llm.executor.execute(build_step(parts, size, whole_logits=True)).logits
         edges = np.cumsum([part.stop - part.start for part in parts])[:-1]
         for part, piece in zip(parts, np.split(got, edges), strict=True):
             rows[part.request.id].append(piece)

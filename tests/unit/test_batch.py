@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from serried.backends.step import StepInput
 from serried.engine.batch import build_step
 from serried.engine.request import Request
+from serried.engine.sampler import Want, unpack_wants
 from serried.engine.scheduler import Scheduled
 from serried.sampling_params import SamplingParams
 
 arrays = st.lists(st.integers(-(1 << 31), (1 << 31) - 1), max_size=9).map(lambda x: np.array(x, np.int32))
 
 
-@given(st.tuples(*[arrays] * 8))
+@given(st.tuples(*[arrays] * len(fields(StepInput))))
 def test_what_is_packed_comes_out_again(contents: Any) -> None:
     flat = StepInput(*contents).pack()
     assert flat.dtype == np.int32
@@ -45,8 +46,10 @@ def test_a_step_of_three_requests() -> None:
     assert step.blocks.tolist() == [5, 2, 9, 4, 8, 11, 10]
     assert step.logit_rows.tolist() == [4, 6]
     assert step.requests == 3
-    every = build_step([Scheduled(middle, 6, 10), Scheduled(last, 3, 5)], 4, all_logits=True)
+    assert unpack_wants(step.sampling) == [Want.of(decode), Want.of(last)]
+    every = build_step([Scheduled(middle, 6, 10), Scheduled(last, 3, 5)], 4, whole_logits=True)
     assert every.logit_rows.tolist() == list(range(6))
+    assert every.sampling.size == 0
     assert all(getattr(step, field.name).dtype == np.int32 for field in fields(StepInput))
 
 

@@ -226,7 +226,7 @@ def test_a_model_without_a_tokenizer(tiny: Models) -> None:
         lambda: other.generate([3], SamplingParams(stop=["x"])),
         lambda: other.chat([{"role": "user", "content": "hi"}], GREEDY),
     ):
-        with pytest.raises(InputError, match="no tokenizer.*give token ids"):
+        with pytest.raises(InputError, match=r"no tokenizer.*give token ids"):
             call()
     assert other.core.idle
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serried.engine.choice import MORE
 from serried.engine.philox import gumbel_noise, philox4x32
 from serried.engine.request import Request
-from serried.engine.sampler import best, nucleus, sample
+from serried.engine.sampler import LEAF, Offer, Want, best, decide, make_offer, pack_wants, unpack_wants
 from serried.errors import InputError
 from serried.sampling_params import SamplingParams
 
@@ -26,6 +28,19 @@ def request(seed: int = 0, length: int = 5, **params: Any) -> Request:
 
 def logits_of(values: Any) -> Any:
     return np.array(values, np.float32)
+
+
+def sample(logits: Any, asked: Request, edges: tuple[int, ...] = ()) -> int:
+    """The token, from the offers of ranks that hold the logits between some edges."""
+    want, bounds = Want.of(asked), [0, *edges, logits.size]
+    for power in range(9):
+        count = want.candidates * MORE**power
+        offers = [make_offer(logits[a:b], a, want, count) for a, b in pairwise(bounds)]
+        travelled = [Offer.unpack_all(offer.pack())[0] for offer in offers]
+        token = decide(want, travelled)
+        if token is not None:
+            return token
+    raise AssertionError("never enough candidates")
 
 
 # Known answers of the Random123 paper's distribution (kat_vectors): counter, key, result.
@@ -80,11 +95,11 @@ def plain_candidates(values: list[float], temperature: float, top_k: int, top_p:
     if top_k > 0:
         order = order[:top_k]
     weights = [math.exp((values[i] - max(values)) / temperature) for i in order]
-    kept, total = [], 0.0
+    kept, total, whole = [], 0.0, sum(weights)
     for i, weight in zip(order, weights, strict=True):
         kept.append(i)
         total += weight
-        if total >= top_p * sum(weights):
+        if total >= top_p * whole:
             break
     return kept
 
@@ -111,21 +126,50 @@ def test_the_best(values: list[float], count: int) -> None:
     assert best(np.array(values), count).tolist() == wanted
 
 
-def test_the_nucleus() -> None:
-    probabilities = np.array([0.5, 0.25, 0.125, 0.125])
-    logits = np.log(probabilities) + 100
-    assert [nucleus(logits, p) for p in (0.01, 0.45, 0.7, 0.8, 0.9, 0.999)] == [1, 1, 2, 3, 4, 4]
+@settings(max_examples=150)
+@given(
+    st.integers(1, 1500),
+    st.sampled_from([0.02, 1.0, 3.0]),
+    st.sampled_from([0, 1, 7, 64, 700, 9999999]),
+    st.sampled_from([0.01, 0.7, 0.97, 0.9999, 1.0]),
+    st.integers(0, (1 << 64) - 1),
+    st.data(),
+)
+def test_the_split_does_not_matter(
+    size: int, spread: float, top_k: int, top_p: float, seed: int, data: st.DataObject
+) -> None:
+    """Between any leaves, with ranks that hold nothing; where the first candidates do and do not reach top_p."""
+    logits = logits_of(np.random.default_rng(seed).normal(size=size) * spread)
+    leaves = -(-size // LEAF)
+    edges = tuple(min(size, LEAF * edge) for edge in sorted(data.draw(st.lists(st.integers(0, leaves), max_size=3))))
+    asked = request(seed, temperature=1.0, top_k=top_k, top_p=top_p)
+    token = sample(logits, asked)
+    assert sample(logits, asked, edges) == token
+    kept = plain_candidates(logits.astype(float).tolist(), 1.0, top_k, top_p)
+    noise = gumbel_noise(seed, 5, np.arange(size))
+    assert token == max(kept, key=lambda i: (float(logits[i]) + noise[i], -i))
+    assert sample(logits, request(temperature=0), edges) == int(logits.argmax())
+
+
+@given(
+    st.floats(0, 1e300), st.integers(0, (1 << 31) - 1), st.floats(1e-12, 1.0), st.integers(0, (1 << 64) - 1),
+    st.integers(0, (1 << 31) - 1),
+)  # fmt: skip
+def test_what_is_wanted_travels(temperature: float, top_k: int, top_p: float, seed: int, position: int) -> None:
+    wants = [Want(temperature, top_k, top_p, seed, position), Want(0.0, 0, 1.0, 0, 0)]
+    assert unpack_wants(np.frombuffer(pack_wants(wants).tobytes(), np.int32)) == wants
+    assert unpack_wants(pack_wants([])) == []
 
 
 @pytest.mark.parametrize("by", ["seed", "position"])
 @pytest.mark.parametrize("params", [{}, {"top_k": 4}, {"top_p": 0.8}, {"temperature": 2.0}])
 def test_the_distribution(by: str, params: dict[str, Any]) -> None:
-    """Chi-square of 4000 draws: over seeds at one position, and over the positions of one seeded request."""
+    """Chi-square of 2000 draws: over seeds at one position, and over the positions of one seeded request."""
     asked = {"temperature": 1.0, **params}
     values = [0.1, 1.5, -1.0, 0.9, 1.5, -4.0, 0.0]
     kept = plain_candidates(values, asked["temperature"], asked.get("top_k", 0), asked.get("top_p", 1.0))
     weights = np.array([math.exp(values[i] / asked["temperature"]) if i in kept else 0 for i in range(len(values))])
-    draws = 4000
+    draws = 2000
     expected = weights / weights.sum() * draws
     seen = np.zeros(len(values))
     for n in range(draws):
