@@ -53,14 +53,13 @@ constexpr int kSlotFloats = kRows * kTile;
 // The adding up of a stored sum, row by row. out = null: nothing to do.
 struct Fold {
   const float* top = nullptr;
-  int64_t top_stride = 0;
   int32_t pops = 0;
   float* out = nullptr;
   int64_t out_stride = 0;
   const float* bias = nullptr;
 
   void row(int32_t m) const {
-    const float* from = top + m * top_stride;
+    const float* from = top + m * kTile;
     __m512 sum[4];
     for (int j = 0; j < 4; ++j) sum[j] = _mm512_loadu_ps(from + 16 * j);
     for (int32_t p = 1; p <= pops; ++p) {
@@ -80,12 +79,15 @@ struct Kernel {
   static constexpr int32_t kBatch = 4;
   static constexpr int32_t kGroup = 256;  // 32 KB of weights: they stay in L1 for the batch
 
+  static constexpr bool kOneLeaf = true;
+
   int64_t x_stride, y_stride;  // bytes; floats between two tokens of one node
   int32_t rows;
   float* pending = nullptr;  // where tmm0 to tmm3 belong
   int64_t pending_stride = 0;
-  Fold fold, folding;        // of the pending sums; of the sums before those
-  int32_t folded = 0;        // rows
+  int32_t pending_stack = 0;
+  Fold fold, waiting, folding;  // of the pending sums; of those before, which were stored; what is being done
+  int32_t folded = 0;           // rows of the latter
   alignas(64) float stack[kBatch][kStackDepth][kSlotFloats];
 
   float* slot(int32_t block, int32_t depth) { return stack[block][depth]; }
@@ -103,56 +105,73 @@ struct Kernel {
     store_pending<1>();
     store_pending<2>();
     store_pending<3>();
-    folding = fold;
-    folded = 0;
+    begin_fold(waiting);
     fold_rows(rows);
+    begin_fold(fold);
+    fold_rows(rows);
+  }
+  void begin_fold(const Fold& what) {
+    folding = what;
+    folded = 0;
   }
 
   void run(const Segment& s) {
-    switch (s.blocks) {
-      case 1: return run_lines<16>(s, s.weight + 2 * kPrefetchBytes);
-      case 2: return run_lines<8>(s, s.prefetch + s.block * 8 * 4 * 64 + s.group_offset * kTile * kElement);
-      default: return run_lines<4>(s, s.prefetch + s.block * 4 * 4 * 64 + s.group_offset * kTile * kElement);
+    if (s.blocks == 1) return run_lines<16, _MM_HINT_T0>(s, s.weight + kPrefetchBytes);
+    const int32_t lines = s.blocks >= 16 ? 4 : s.blocks >= 8 ? 8 : s.blocks >= 4 ? 16 : 32;  // in a step
+    const char* ahead = s.next_tile + s.block * lines * 64;
+    if (s.block * lines >= 64) return run_lines<0, _MM_HINT_T1>(s, ahead);
+    switch (lines) {
+      case 4: return run_lines<1, _MM_HINT_T1>(s, ahead);
+      case 8: return run_lines<2, _MM_HINT_T1>(s, ahead);
+      case 16: return run_lines<4, _MM_HINT_T1>(s, ahead);
+      default: return run_lines<8, _MM_HINT_T1>(s, ahead);
     }
   }
 
   // kLines: cache lines to prefetch beside each multiplication, 16 of which make a step's weights.
-  template <int kLines>
+  template <int kLines, _mm_hint kHint>
   void run_lines(const Segment& s, const char* ahead) {
     const char *x = s.x, *w = s.weight;
     const int32_t steps = s.inputs / kStepInputs;
-    first_step<kLines>(x, w, ahead, s.resumes ? s.slot : nullptr);
-    folding = fold;
-    folded = 0;
+    first_step<kLines, kHint>(x, w, ahead, s.resumes ? s.slot : nullptr);
+    if (s.stack == pending_stack) {
+      begin_fold(waiting);
+      fold_rows(rows);
+      begin_fold(fold);
+      waiting = Fold{};
+    } else {
+      begin_fold(waiting);
+      waiting = fold;
+    }
     plan(s);
     const int32_t share = steps > 4 ? 1 : steps > 2 ? 2 : 4;
     for (int32_t i = 1; i < steps; ++i) {
       x += kStepInputs * kElement;
       w += 16 * kStepBytes;
       ahead += 16 * kStepBytes;
-      step<kLines>(x, w, ahead, share);
+      step<kLines, kHint>(x, w, ahead, share);
     }
     fold_rows(rows);
   }
 
   // What to do with the sums of this segment once it is over.
   void plan(const Segment& s) {
-    const bool direct = s.ends_node && s.pops == 0;
+    const bool direct = s.ends_node && s.pops == 0 && !s.bias;
+    pending_stack = s.stack;
     pending = direct ? s.y : s.slot;
     pending_stride = (direct ? y_stride : int64_t{kTile}) * 4;
     fold = Fold{};
-    if (!s.ends_leaf || (s.pops == 0 && !(direct && s.bias))) return;
-    fold.top = pending;
-    fold.top_stride = direct ? y_stride : int64_t{kTile};
+    if (direct || !s.ends_leaf || (s.pops == 0 && !s.ends_node)) return;
+    fold.top = s.slot;
     fold.pops = s.pops;
     fold.out = s.ends_node ? s.y : s.slot - s.pops * kSlotFloats;
     fold.out_stride = s.ends_node ? y_stride : int64_t{kTile};
     fold.bias = s.ends_node ? s.bias : nullptr;
   }
 
-  template <int kLines, int kPart>
-  static void prefetch(const char* ahead) {
-    for (int i = 0; i < kLines; ++i) _mm_prefetch(ahead + (kPart * kLines + i) * 64, _MM_HINT_T0);
+  template <int kLines, _mm_hint kHint, int kPart>
+  [[gnu::always_inline]] static inline void prefetch(const char* ahead) {
+    for (int i = 0; i < kLines; ++i) _mm_prefetch(ahead + (kPart * kLines + i) * 64, kHint);
   }
   template <int kSum>
   void begin_sum(const float* from) {
@@ -164,45 +183,45 @@ struct Kernel {
     }
   }
 
-  template <int kLines>
+  template <int kLines, _mm_hint kHint>
   void first_step(const char* x, const char* w, const char* ahead, const float* from) {
     load<4>(x, x_stride);
     load<5>(w, kStepBytes);
     begin_sum<0>(from);
     multiply_add<0, 4, 5>();
-    prefetch<kLines, 0>(ahead);
+    prefetch<kLines, kHint, 0>(ahead);
     load<6>(w + 64, kStepBytes);
     begin_sum<1>(from);
     multiply_add<1, 4, 6>();
-    prefetch<kLines, 1>(ahead);
+    prefetch<kLines, kHint, 1>(ahead);
     load<7>(w + 128, kStepBytes);
     begin_sum<2>(from);
     multiply_add<2, 4, 7>();
-    prefetch<kLines, 2>(ahead);
+    prefetch<kLines, kHint, 2>(ahead);
     load<5>(w + 192, kStepBytes);
     begin_sum<3>(from);
     multiply_add<3, 4, 5>();
-    prefetch<kLines, 3>(ahead);
+    prefetch<kLines, kHint, 3>(ahead);
   }
 
-  template <int kLines>
+  template <int kLines, _mm_hint kHint>
   void step(const char* x, const char* w, const char* ahead, int32_t share) {
     load<4>(x, x_stride);
     load<5>(w, kStepBytes);
     multiply_add<0, 4, 5>();
-    prefetch<kLines, 0>(ahead);
+    prefetch<kLines, kHint, 0>(ahead);
     fold_rows(share);
     load<6>(w + 64, kStepBytes);
     multiply_add<1, 4, 6>();
-    prefetch<kLines, 1>(ahead);
+    prefetch<kLines, kHint, 1>(ahead);
     fold_rows(share);
     load<7>(w + 128, kStepBytes);
     multiply_add<2, 4, 7>();
-    prefetch<kLines, 2>(ahead);
+    prefetch<kLines, kHint, 2>(ahead);
     fold_rows(share);
     load<5>(w + 192, kStepBytes);
     multiply_add<3, 4, 5>();
-    prefetch<kLines, 3>(ahead);
+    prefetch<kLines, kHint, 3>(ahead);
     fold_rows(share);
   }
 };

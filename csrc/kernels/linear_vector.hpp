@@ -19,6 +19,8 @@ namespace serried {
 namespace {
 namespace linear_detail {
 
+// prefetch_line is always inlined for a reason: GCC takes a function that only prefetches for one without effects, and
+// drops calls of it.
 #if SERRIED_LINEAR_512
 struct Vec {
   static constexpr int kWidth = 16;
@@ -39,7 +41,7 @@ struct Vec {
   }
   static Words exclusive_or(Words a, Words b) { return _mm512_xor_si512(a, b); }
 };
-inline void prefetch_line(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
+[[gnu::always_inline]] inline void prefetch_line(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
 #elif SERRIED_avx2
 struct Vec {
   static constexpr int kWidth = 8;
@@ -59,7 +61,7 @@ struct Vec {
   }
   static Words exclusive_or(Words a, Words b) { return _mm256_xor_si256(a, b); }
 };
-inline void prefetch_line(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
+[[gnu::always_inline]] inline void prefetch_line(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
 #else
 // The compiler's own vectors of 16 bytes: SSE2, NEON or whatever there is. Two roundings, no fma.
 struct Vec {
@@ -86,7 +88,7 @@ struct Vec {
   static Floats odd(Words w) { return reinterpret_cast<Floats>(w & 0xffff0000u); }
   static Words exclusive_or(Words a, Words b) { return a ^ b; }
 };
-inline void prefetch_line(const char* p) { __builtin_prefetch(p); }
+[[gnu::always_inline]] inline void prefetch_line(const char* p) { __builtin_prefetch(p); }
 #endif
 
 using Floats = Vec::Floats;
@@ -110,8 +112,9 @@ struct Float32 {
   }
 
   template <int M, int V>
-  static inline void step(const char* weight, const float* x, int64_t stride, Floats (&sum)[M][V]) {
+  [[gnu::always_inline]] static inline void step(const char* weight, const float* x, int64_t stride, Floats (&sum)[M][V]) {
     Floats w[V];
+#pragma GCC unroll 16
     for (int j = 0; j < V; ++j) w[j] = Vec::load(reinterpret_cast<const float*>(weight) + j * Vec::kWidth);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
@@ -135,17 +138,20 @@ struct WidenedBf16 {
   }
 
   template <int M, int V>
-  static inline void step(const char* weight, const float* x, int64_t stride, Floats (&sum)[M][V]) {
+  [[gnu::always_inline]] static inline void step(const char* weight, const float* x, int64_t stride, Floats (&sum)[M][V]) {
     Vec::Words w[V];
+#pragma GCC unroll 16
     for (int j = 0; j < V; ++j) w[j] = Vec::words(weight + j * Vec::kWidth * 4);
     Floats half[V];
+#pragma GCC unroll 16
     for (int j = 0; j < V; ++j) half[j] = Vec::even(w[j]);
     add_half<M, V>(half, x, stride, sum);
+#pragma GCC unroll 16
     for (int j = 0; j < V; ++j) half[j] = Vec::odd(w[j]);
     add_half<M, V>(half, x + 1, stride, sum);
   }
   template <int M, int V>
-  static inline void add_half(const Floats (&half)[V], const float* x, int64_t stride, Floats (&sum)[M][V]) {
+  [[gnu::always_inline]] static inline void add_half(const Floats (&half)[V], const float* x, int64_t stride, Floats (&sum)[M][V]) {
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const Floats v = Vec::all(x[m * stride]);
@@ -165,8 +171,9 @@ struct DotBf16 {
   static constexpr int vectors(int) { return kVectors; }
 
   template <int M, int V>
-  static inline void step(const char* weight, const uint16_t* x, int64_t stride, Floats (&sum)[M][V]) {
+  [[gnu::always_inline]] static inline void step(const char* weight, const uint16_t* x, int64_t stride, Floats (&sum)[M][V]) {
     __m512bh w[V];
+#pragma GCC unroll 16
     for (int j = 0; j < V; ++j) w[j] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(weight + 64 * j));
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
@@ -190,11 +197,13 @@ struct BlockKernel {
   static constexpr int kElement = Step::kElement;
   static constexpr int32_t kBatch = 4;
   static constexpr int32_t kGroup = 4096 / kElement;  // 256 KB of weights: they stay in L2 for the batch
+  static constexpr bool kOneLeaf = false;
   static constexpr int V = Step::vectors(M);
   static constexpr int kParts = kVectors / V;
   static constexpr bool kStraight = kParts == 1;
-  // Inputs staged at once: x as the step wants it, and, where outputs go in parts, weights that stay in L1 between.
-  static constexpr int32_t kStage = kStraight ? 512 : 256 / kElement;
+  // Inputs staged at once: x as the step wants it, and, where outputs go in parts, weights that stay in L1 between;
+  // these are prefetched a stage ahead, so stages are short where memory sets the pace.
+  static constexpr int32_t kStage = kStraight ? 512 : (M <= 4 ? 64 : 256) / kElement;
   using Operand = typename Step::Operand;
 
   int64_t x_stride;  // elements
@@ -238,11 +247,13 @@ struct BlockKernel {
   }
 
   // V vectors of outputs from vector `index` * V on.
-  inline void part(const Segment& s, int index, const char* weight, const Operand* x, int64_t stride, int32_t inputs,
+  [[gnu::always_inline]] inline void part(const Segment& s, int index, const char* weight, const Operand* x, int64_t stride, int32_t inputs,
                    bool first, bool last) {
     const int column = index * V * Vec::kWidth;
     Floats sum[M][V];
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 16
       for (int j = 0; j < V; ++j) {
         sum[m][j] = first ? Vec::zero() : Vec::load(s.slot + m * kTile + column + j * Vec::kWidth);
       }
@@ -262,28 +273,36 @@ struct BlockKernel {
       x += Step::kInputs;
     }
     if (last && s.ends_leaf) return fold(s, column, sum);
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 16
       for (int j = 0; j < V; ++j) Vec::store(s.slot + m * kTile + column + j * Vec::kWidth, sum[m][j]);
     }
   }
 
-  inline void fold(const Segment& s, int column, Floats (&sum)[M][V]) {
+  [[gnu::always_inline]] inline void fold(const Segment& s, int column, Floats (&sum)[M][V]) {
     const float* below = s.slot + column;
     for (int32_t p = 0; p < s.pops; ++p) {
       below -= M * kTile;
+#pragma GCC unroll 16
       for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 16
         for (int j = 0; j < V; ++j) sum[m][j] = Vec::add(Vec::load(below + m * kTile + j * Vec::kWidth), sum[m][j]);
       }
     }
     if (s.ends_node && s.bias) {
+#pragma GCC unroll 16
       for (int j = 0; j < V; ++j) {
         const Floats bias = Vec::load(s.bias + column + j * Vec::kWidth);
+#pragma GCC unroll 16
         for (int m = 0; m < M; ++m) sum[m][j] = Vec::add(sum[m][j], bias);
       }
     }
     float* to = s.ends_node ? s.y + column : s.slot + column - s.pops * M * kTile;
     const int64_t to_stride = s.ends_node ? y_stride : int64_t{kTile};
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 16
       for (int j = 0; j < V; ++j) Vec::store(to + m * to_stride + j * Vec::kWidth, sum[m][j]);
     }
   }

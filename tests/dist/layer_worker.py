@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -120,7 +122,7 @@ def column_parallel(comm: Communicator) -> None:
 
 def empty_first(size: int, ranks: int) -> Partition:
     edges = [0, 0, *(size * r // (ranks - 1) for r in range(1, ranks))]
-    return Partition(size, tuple(Span(a, b) for a, b in zip(edges, edges[1:], strict=False)))
+    return Partition(size, tuple(Span(a, b) for a, b in pairwise(edges)))
 
 
 def row_parallel(comm: Communicator) -> None:
@@ -141,11 +143,11 @@ def row_parallel(comm: Communicator) -> None:
             close(got, wanted)
             same_on_every_rank(comm, got)
             layer.reduce_results = False
-            partial = layer(ops, mine)
-            assert partial.nodes.shape == (TOKENS, inputs.plan.counts[comm.rank], HIDDEN)
+            unreduced = layer(ops, mine)
+            assert unreduced.nodes.shape == (TOKENS, inputs.plan.counts[comm.rank], HIDDEN)
             own = F.linear(x[:, span.start : span.stop], w["down.weight"][:, span.start : span.stop])
-            close(partial.nodes.sum(1), own)  # no bias in it
-            assert torch.equal(ops.reduce(partial), got)
+            close(unreduced.nodes.sum(1), own)  # no bias in it
+            assert torch.equal(ops.reduce(unreduced), got)
 
 
 def same_on_every_rank(comm: Communicator, x: torch.Tensor) -> None:
@@ -203,22 +205,21 @@ def embedding(comm: Communicator) -> None:
 
 
 def lm_head(comm: Communicator) -> None:
-    """The rows that want logits, over the whole vocabulary: on rank 0 alone, or everywhere; tied or not."""
+    """The rows that want logits: own vocabulary, all of it on rank 0, or everywhere; tied or not."""
     arrays = weights(head__weight=(VOCAB, HIDDEN))
     w, x = tensors(arrays), torch.from_numpy(values("x", TOKENS, HIDDEN))
     vocab, rows = partition(comm).vocab, [1, 4, 5]
-    wanted = F.linear(x[rows], w["head.weight"])
-    for tied in (False, True):
-        for to_all in (False, True):
-            table = VocabParallelEmbedding("head", vocab, HIDDEN, comm) if tied else None
-            layer = ParallelLMHead("head", vocab, HIDDEN, comm, tied_to=table, gather_to_all=to_all)
-            ops = backend_with(layer, arrays)
-            got = ops.run(lambda ops, layer=layer: layer(ops, x), step(range(TOKENS), rows))
-            if to_all or comm.rank == 0:
-                assert got is not None
-                close(got, wanted)
-            else:
-                assert got is None
+    wanted, span = F.linear(x[rows], w["head.weight"]), vocab.spans[comm.rank]
+    for table in (None, VocabParallelEmbedding("head", vocab, HIDDEN, comm)):
+        layer = ParallelLMHead("head", vocab, HIDDEN, comm, tied_to=table)
+        ops = backend_with(layer, arrays)
+        own = ops.run(partial(layer, x=x), step(range(TOKENS), rows))
+        close(own, wanted[:, span.start : span.stop])
+        gathered = layer.gather(own.contiguous())
+        assert (gathered is not None) == (comm.rank == 0)
+        for whole in (gathered, layer.all_gather(own.contiguous())):
+            if whole is not None:
+                close(torch.as_tensor(whole), wanted)
 
 
 def main() -> None:

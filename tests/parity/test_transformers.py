@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -87,8 +89,6 @@ def test_gguf(tiny: Models, name: str, kind: str) -> None:
 
 def rounded(model: Any, kind: str) -> Any:
     """A copy of the model with its matrices rounded as the file rounds them (row by row, in any order)."""
-    import gguf
-
     stored = gguf.GGMLQuantizationType[kind]
     result = in_dtype(model, "float32")
     with torch.no_grad():
@@ -150,8 +150,10 @@ def demo(demo_file: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_the_demo_model(demo: LLM, demo_file: Path) -> None:
+def test_the_demo_model(demo: LLM, demo_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same 20 greedy tokens, and logits, as transformers from the same file."""
+    for slow in ("GGUFReader", "get_tensor_name_map"):  # transformers makes each anew, hundreds of times
+        monkeypatch.setattr(gguf, slow, functools.cache(getattr(gguf, slow)))
     assert demo.tokenizer is not None
     prompt = demo.tokenizer.encode("The capital of France is")
     model = transformers_from_gguf(demo_file)
