@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "bench.hpp"
 #include "comm/bindings_comm.hpp"
 #include "cpu.hpp"
 #include "kernels/kernels.hpp"
@@ -177,6 +178,24 @@ void bind_program(nb::module_& m) {
       .def("reset_times", [](Program& p) { p.times = Times{}; });
 }
 
+void bind_bench(nb::module_& m) {
+  m.def("read_seconds", [](const KernelSet& k, Pool& pool, uintptr_t data, size_t bytes) {
+    nb::gil_scoped_release release;
+    return read_seconds(*k.table, pool, reinterpret_cast<const void*>(data), bytes);
+  });
+  m.def("multiply_rate", [](const KernelSet& k, Pool& pool, const std::string& dtype, int64_t iterations) {
+    nb::gil_scoped_release release;
+    return multiply_rate(*k.table, pool, dtype_of(dtype), iterations);
+  });
+  m.def("linear_seconds", [](const KernelSet& k, Pool& pool, const Weight& w, const Plan* plan, uintptr_t x, uintptr_t y,
+                             int32_t tokens) {
+    nb::gil_scoped_release release;
+    const Linear linear{w.data, nullptr, nullptr, 1, 1, static_cast<int32_t>(w.inputs), w.tiles()};
+    return linear_seconds(*k.table, pool, linear, w.dtype, plan ? plan->leaves : std::vector<Leaf>{},
+                          reinterpret_cast<const void*>(x), w.inputs, reinterpret_cast<float*>(y), tokens);
+  }, "kernels"_a, "pool"_a, "weight"_a, "plan"_a.none(), "x"_a, "y"_a, "tokens"_a);
+}
+
 }  // namespace
 }  // namespace serried
 
@@ -206,6 +225,7 @@ NB_MODULE(_core, m) {
   nb::class_<Weight>(m, "Weight")
       .def_ro("outputs", &Weight::outputs)
       .def_ro("columns", &Weight::columns)
+      .def_ro("padded_inputs", &Weight::inputs)
       .def_prop_ro("padded_outputs", [](const Weight& w) { return int64_t{w.tiles()} * kTile; });
   nb::class_<Store>(m, "Store")
       .def(nb::init<const KernelSet&>(), nb::keep_alive<1, 2>())
@@ -221,5 +241,6 @@ NB_MODULE(_core, m) {
       .def_prop_ro("threads", &Pool::threads);
   bind_program(m);
   bind_comm(m);
+  bind_bench(m);
   m.def("cpu_isas", &cpu_isas, "The instruction sets that this CPU and its kernel can run, the plainest first.");
 }

@@ -30,8 +30,9 @@ double now() {
 class Buffer {
  public:
   explicit Buffer(size_t bytes) : bytes_((bytes + 2 * kPage) / kPage * kPage) {
-    base_ = static_cast<char*>(mmap(nullptr, bytes_ + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    if (base_ == MAP_FAILED) std::abort();
+    void* base = mmap(nullptr, bytes_ + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base == MAP_FAILED) std::abort();
+    base_ = static_cast<char*>(base);
     data_ = base_ + (kPage - reinterpret_cast<uintptr_t>(base_) % kPage);
     madvise(data_, bytes_, MADV_HUGEPAGE);
     std::memset(data_, 0, bytes_);
@@ -57,7 +58,7 @@ float normal() {
   return distribution(random_bits);
 }
 
-// The halving of [begin, end) in units, left part rounded up, to a depth of 6; `cuts`: nodes are the subtrees this deep.
+// The halving of [begin, end) in units, left part rounded up, to a depth of 6; nodes are the subtrees at depth `cut`.
 struct Table {
   std::vector<Leaf> leaves;
   int nodes = 0;
@@ -144,9 +145,10 @@ struct Case {
 };
 
 [[noreturn]] void fail(const char* what, const Case& c, int token, int node, int output, double got, double want) {
-  std::printf("FAILED %s: %s inputs %d outputs %d tokens %d leaves %zu nodes %d bias %d; at token %d node %d output %d: "
-              "%.9g, not %.9g\n", what, c.dtype == Dtype::kBFloat16 ? "bf16" : "float32", c.inputs, c.outputs, c.tokens,
-              c.table.leaves.size(), c.table.nodes, c.with_bias, token, node, output, got, want);
+  std::printf("FAILED %s: %s inputs %d outputs %d tokens %d leaves %zu nodes %d bias %d", what,
+              c.dtype == Dtype::kBFloat16 ? "bf16" : "float32", c.inputs, c.outputs, c.tokens, c.table.leaves.size(),
+              c.table.nodes, c.with_bias);
+  std::printf("; at token %d node %d output %d: %.9g, not %.9g\n", token, node, output, got, want);
   std::exit(1);
 }
 
@@ -178,8 +180,9 @@ void check_reference(Case& c, const float* y) {
       for (int n = 0; n < c.table.nodes; ++n) {
         double want = c.with_bias ? c.bias[o] : 0, magnitude = std::abs(want);
         do {
-          want += exact_sum(&c.x_values[static_cast<size_t>(t) * c.inputs], &c.w_values[static_cast<size_t>(o) * c.inputs],
-                            c.table.leaves[leaf].start, c.table.leaves[leaf].stop, &magnitude);
+          want += exact_sum(&c.x_values[static_cast<size_t>(t) * c.inputs],
+                            &c.w_values[static_cast<size_t>(o) * c.inputs], c.table.leaves[leaf].start,
+                            c.table.leaves[leaf].stop, &magnitude);
         } while (!c.table.leaves[leaf++].ends_node);
         const float got = y[(static_cast<int64_t>(t) * c.table.nodes + n) * c.y_stride + o];
         // Each of the additions of a chain may err by half a unit of what is at most the sum of magnitudes; in
@@ -304,8 +307,9 @@ void check_pack() {
       const bool half = from == Dtype::kBFloat16;
       for (int r = 0; r < rows;) {
         const int n = std::min(pick(1, 90), rows - r);
-        pack(tiles.as(), weight, inputs, r, n, half ? static_cast<void*>(&halves[r * stride]) : &values[r * stride], from,
-             columns, stride);
+        const void* source = &values[r * stride];
+        if (half) source = &halves[r * stride];
+        pack(tiles.as(), weight, inputs, r, n, source, from, columns, stride);
         r += n;
       }
       std::vector<float> out(inputs);
@@ -335,7 +339,8 @@ void check_rounding() {
     bool right = std::isnan(value) ? std::isnan(back) : std::isinf(value) ? back == value : true;
     if (std::isfinite(value) && std::isfinite(high)) {
       const double below = std::abs(value - low), above = std::abs(high - value);
-      right = below < above ? back == low : above < below ? back == high : (got & 1) == 0 && (back == low || back == high);
+      const bool even = (got & 1) == 0 && (back == low || back == high);
+      right = below < above ? back == low : above < below ? back == high : even;
     }
     if (!right) {
       std::printf("FAILED rounding of %08x: %04x\n", bits, got);
@@ -386,7 +391,8 @@ void decode_speed(Dtype dtype, int outputs, int inputs, const Table& table) {
   const size_t element = dtype == Dtype::kBFloat16 ? 2 : 4, bytes = element * outputs * inputs;
   const int copies = static_cast<int>(std::max<size_t>(1, (size_t{256} << 20) / bytes));
   Buffer weights(bytes * copies), x(element * inputs * 8), y(sizeof(float) * outputs * 8);
-  std::printf("decode %s [%d x %d], %zu leaves:", element == 2 ? "bf16" : "float32", outputs, inputs, table.leaves.size());
+  std::printf("decode %s [%d x %d], %zu leaves:", element == 2 ? "bf16" : "float32", outputs, inputs,
+              table.leaves.size());
   for (const int tokens : {1, 2, 4, 8}) {
     std::vector<double> ratios, speeds, limits;
     for (int round = 0; round < 7; ++round) {

@@ -1,8 +1,11 @@
 // bf16 linears by AMX. A step is 32 k: one tile of x (up to 16 tokens) times four tiles of weights (16 outputs each)
 // into four accumulators, tmm0 to tmm3. The weights' layout is what tdpbf16ps wants: 16 pairs of k, 256 bytes apart.
 //
-// The multiplier never waits for the memory behind it: an accumulator is stored just before the next segment zeroes it
-// (storing all four at once costs 20 % with leaves of 128), and a leaf is folded during the next segment's steps.
+// The multiplier should not wait for the memory behind it. An accumulator is stored just before the next segment zeroes
+// it (storing all four at once costs 20 % with leaves of 128). A leaf is folded during the steps of the segment after
+// that, once its sums have left the store buffer (a segment sooner costs 10 %), which is why a group is one leaf.
+// Tried, and slower: copying x into tiles in the same manner (stores among tile loads are dear); prefetching the next
+// group's weights into L1 (they are in L2; only the next tile's are fetched, to L2).
 #pragma once
 #include <immintrin.h>
 
@@ -73,18 +76,16 @@ struct Fold {
   }
 };
 
-// kBlocks: how many blocks of a batch share the prefetching of the next group's weights.
 struct Kernel {
   static constexpr int kElement = 2;
   static constexpr int32_t kBatch = 4;
   static constexpr int32_t kGroup = 256;  // 32 KB of weights: they stay in L1 for the batch
-
   static constexpr bool kOneLeaf = true;
 
   int64_t x_stride, y_stride;  // bytes; floats between two tokens of one node
   int32_t rows;
-  float* pending = nullptr;  // where tmm0 to tmm3 belong
-  int64_t pending_stride = 0;
+  float* pending = nullptr;  // where tmm0 to tmm3 belong, as the last segment left them
+  int64_t pending_stride = 0;  // bytes
   int32_t pending_stack = 0;
   Fold fold, waiting, folding;  // of the pending sums; of those before, which were stored; what is being done
   int32_t folded = 0;           // rows of the latter
@@ -128,13 +129,14 @@ struct Kernel {
     }
   }
 
-  // kLines: cache lines to prefetch beside each multiplication, 16 of which make a step's weights.
+  // kLines: cache lines to prefetch beside each multiplication. A step's weights are 64 lines: one block alone fetches
+  // all of them, just ahead of itself; the blocks of a chunk share those of the next tile.
   template <int kLines, _mm_hint kHint>
   void run_lines(const Segment& s, const char* ahead) {
     const char *x = s.x, *w = s.weight;
     const int32_t steps = s.inputs / kStepInputs;
     first_step<kLines, kHint>(x, w, ahead, s.resumes ? s.slot : nullptr);
-    if (s.stack == pending_stack) {
+    if (s.stack == pending_stack) {  // the sums of this segment may go where those folds read: no waiting
       begin_fold(waiting);
       fold_rows(rows);
       begin_fold(fold);
@@ -169,6 +171,7 @@ struct Kernel {
     fold.bias = s.ends_node ? s.bias : nullptr;
   }
 
+  // Always inlined: see prefetch_line.
   template <int kLines, _mm_hint kHint, int kPart>
   [[gnu::always_inline]] static inline void prefetch(const char* ahead) {
     for (int i = 0; i < kLines; ++i) _mm_prefetch(ahead + (kPart * kLines + i) * 64, kHint);

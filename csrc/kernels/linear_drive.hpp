@@ -5,7 +5,7 @@
 //   chunk of blocks   as many as keep x in the L2 cache; a weight tile is read from memory once a chunk
 //     tile            64 outputs, all inputs
 //       batch         a few blocks, each with a stack of leaf sums of its own
-//         group       a stretch of inputs, whole leaves where possible, whose weights stay in a near cache for the batch
+//         group       a stretch of inputs, whole leaves where possible, whose weights stay near for the batch
 //           block
 //             segment the part of one leaf inside the group: one accumulator chain
 // A chain that a group's end cuts is stored as float32 and taken up again: the same additions in the same order.
@@ -20,10 +20,10 @@ namespace serried {
 namespace {
 namespace linear_detail {
 
-constexpr int kStepBytes = 256;        // what a tile holds of one pair of k (bf16) or one k (float32)
-constexpr int kStackDepth = 8;         // a tree of depth 6 has at most 7 sums waiting, the newest included
-// Software prefetch runs this far ahead of a straight walk. Sapphire Rapids reads best with 1 to 2 KB (4 KB: 10 % less),
-// Zen 4, which the set with BF16 but without AMX is for, with 4.
+constexpr int kStepBytes = 256;  // what a tile holds of one pair of k (bf16) or one k (float32)
+constexpr int kStackDepth = 8;   // a tree of depth 6 has at most 7 sums waiting, the newest included
+// Software prefetch runs this far ahead of a straight walk. Sapphire Rapids reads best with 1 to 2 KB (10 % less with
+// 4 KB), Zen 4, which the set with BF16 but without AMX is for, with 4.
 #if SERRIED_avx512_bf16
 constexpr int kPrefetchBytes = 4096;
 #else
@@ -33,18 +33,18 @@ constexpr int64_t kChunkBytes = 1 << 20;  // of x
 
 // A leaf's sum (or what there is of it) for a block of tokens, and what becomes of it.
 struct Segment {
-  const char* weight;    // the tile at the segment's first k
-  const char* x;         // the block's first token at the segment's first k
-  int32_t inputs;        // how many k, a multiple of 32
-  bool resumes;          // go on from `slot`, not from zero
-  bool ends_leaf;        // then add `pops` sums below `slot` in the stack ...
+  const char* weight;     // the tile at the segment's first k
+  const char* next_tile;  // the same for the tile after it
+  const char* x;          // the block's first token at the segment's first k
+  int32_t inputs;         // how many k, a multiple of 32
+  bool resumes;           // go on from `slot`, not from zero
+  bool ends_leaf;         // then add the `pops` sums below `slot` in the stack ...
   int32_t pops;
-  bool ends_node;        // ... and put the result in y, or else at slot - pops * slot_size
-  int32_t stack;         // whose: the block's index in the batch
-  float* slot;           // [tokens][64], the top of the block's stack
-  float* y;              // the block's first token, this node, this tile's outputs
-  const float* bias;     // of the tile, or null; for a segment that ends a node
-  const char* next_tile;  // its weights at the segment's first k
+  bool ends_node;         // ... and put the result in y, or else `pops` slots below `slot`
+  int32_t stack;          // whose: the block's index in the batch
+  float* slot;            // [tokens][64], the top of the block's stack
+  float* y;               // the block's first token, this node, this tile's outputs
+  const float* bias;      // of the tile, or null; added where a node ends
   int32_t block, blocks;  // the block's index in the chunk; how many these are
 };
 

@@ -112,7 +112,8 @@ struct Float32 {
   }
 
   template <int M, int V>
-  [[gnu::always_inline]] static inline void step(const char* weight, const float* x, int64_t stride, Floats (&sum)[M][V]) {
+  [[gnu::always_inline]] static inline void step(const char* weight, const float* x, int64_t stride,
+                                                 Floats (&sum)[M][V]) {
     Floats w[V];
 #pragma GCC unroll 16
     for (int j = 0; j < V; ++j) w[j] = Vec::load(reinterpret_cast<const float*>(weight) + j * Vec::kWidth);
@@ -138,7 +139,8 @@ struct WidenedBf16 {
   }
 
   template <int M, int V>
-  [[gnu::always_inline]] static inline void step(const char* weight, const float* x, int64_t stride, Floats (&sum)[M][V]) {
+  [[gnu::always_inline]] static inline void step(const char* weight, const float* x, int64_t stride,
+                                                 Floats (&sum)[M][V]) {
     Vec::Words w[V];
 #pragma GCC unroll 16
     for (int j = 0; j < V; ++j) w[j] = Vec::words(weight + j * Vec::kWidth * 4);
@@ -151,7 +153,8 @@ struct WidenedBf16 {
     add_half<M, V>(half, x + 1, stride, sum);
   }
   template <int M, int V>
-  [[gnu::always_inline]] static inline void add_half(const Floats (&half)[V], const float* x, int64_t stride, Floats (&sum)[M][V]) {
+  [[gnu::always_inline]] static inline void add_half(const Floats (&half)[V], const float* x, int64_t stride,
+                                                     Floats (&sum)[M][V]) {
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const Floats v = Vec::all(x[m * stride]);
@@ -171,7 +174,8 @@ struct DotBf16 {
   static constexpr int vectors(int) { return kVectors; }
 
   template <int M, int V>
-  [[gnu::always_inline]] static inline void step(const char* weight, const uint16_t* x, int64_t stride, Floats (&sum)[M][V]) {
+  [[gnu::always_inline]] static inline void step(const char* weight, const uint16_t* x, int64_t stride,
+                                                 Floats (&sum)[M][V]) {
     __m512bh w[V];
 #pragma GCC unroll 16
     for (int j = 0; j < V; ++j) w[j] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(weight + 64 * j));
@@ -247,8 +251,8 @@ struct BlockKernel {
   }
 
   // V vectors of outputs from vector `index` * V on.
-  [[gnu::always_inline]] inline void part(const Segment& s, int index, const char* weight, const Operand* x, int64_t stride, int32_t inputs,
-                   bool first, bool last) {
+  [[gnu::always_inline]] inline void part(const Segment& s, int index, const char* weight, const Operand* x,
+                                          int64_t stride, int32_t inputs, bool first, bool last) {
     const int column = index * V * Vec::kWidth;
     Floats sum[M][V];
 #pragma GCC unroll 16

@@ -31,10 +31,10 @@ void over_rows(Pool& pool, int64_t rows, int64_t columns, F&& f) {
 }
 
 // A linear over all its tiles and `rows` rows: work items are (tile, block of rows), tile by tile.
-inline void run_linear(Program& p, const Linear& linear, Dtype dtype, const void* x, int64_t x_stride, float* y,
-                       int64_t y_stride, int32_t rows) {
-  const LinearFn kernel = dtype == Dtype::kFloat32 ? p.k.linear_f32 : p.k.linear_bf16;
-  p.pool.run([&](int thread, int threads) {
+inline void run_linear(const Kernels& k, Pool& pool, const Linear& linear, Dtype dtype, const void* x, int64_t x_stride,
+                       float* y, int64_t y_stride, int32_t rows) {
+  const LinearFn kernel = dtype == Dtype::kFloat32 ? k.linear_f32 : k.linear_bf16;
+  pool.run([&](int thread, int threads) {
     const int32_t blocks = linear.tiles >= 8 * threads ? 1 : (rows + kTokenBlock - 1) / kTokenBlock;
     const int32_t block = blocks == 1 ? rows : kTokenBlock;
     auto [item, end] = share(int64_t{linear.tiles} * blocks, thread, threads);
@@ -59,7 +59,7 @@ struct LinearOp final : Operator {
   void run(Program& p, const Step& step) override {
     const Buffer &in = p.buffer(x), &out = p.buffer(y);
     linear.leaves = leaves.data();
-    run_linear(p, linear, dtype, in.data, in.stride, reinterpret_cast<float*>(out.data), out.stride / linear.nodes,
+    run_linear(p.k, p.pool, linear, dtype, in.data, in.stride, reinterpret_cast<float*>(out.data), out.stride / linear.nodes,
                step.token_count);
   }
 };
@@ -74,7 +74,7 @@ struct LogitsOp final : Operator {
     if (!step.logit_count) return;
     const Buffer& in = p.buffer(x);
     linear.leaves = &leaf;
-    run_linear(p, linear, dtype, in.data, in.stride, step.logits, int64_t{linear.tiles} * kTile, step.logit_count);
+    run_linear(p.k, p.pool, linear, dtype, in.data, in.stride, step.logits, int64_t{linear.tiles} * kTile, step.logit_count);
   }
 };
 

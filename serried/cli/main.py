@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": ("serried.cli.generate", "generate text from a prompt"),
     "verify": ("serried.cli.verify", "prove that splitting the model changes no bit"),
     "layout": ("serried.cli.layout", "show the groups that the ranks of a world form"),
+    "bench": ("serried.cli.bench", "measure this machine, and what fraction of it is reached"),
     "init": ("serried.cli.init", "write a model directory with random weights"),
 }
 

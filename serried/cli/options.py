@@ -25,10 +25,10 @@ ENGINE_OPTIONS = (
 )
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to load and how to run it; everything but the tensor-parallel size."""
+def add_engine_arguments(parser: argparse.ArgumentParser, model: str | None = None) -> None:
+    """What to load and how to run it; everything but the tensor-parallel size. model: `?` where it may be left out."""
     parser.add_argument(
-        "model", metavar="MODEL", help="a Hugging Face directory, a .gguf file, `demo`, or a preset's name"
+        "model", metavar="MODEL", nargs=model, help="a Hugging Face directory, a .gguf file, `demo`, or a preset's name"
     )
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", help="bfloat16 (default) or float32: of weights and activations")

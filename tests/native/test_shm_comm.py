@@ -169,7 +169,12 @@ def test_timings() -> None:
 )
 def test_ranks_of_different_worlds(other: dict[str, int], message: str) -> None:
     fd = os.memfd_create("test")
-    first = threading.Thread(target=lambda: pytest.raises(RankFailed, ShmComm, fd, 0, 2, 0.5))
+
+    def alone() -> None:
+        with pytest.raises(RankFailed, match="no sign of rank 1"):
+            ShmComm(fd, 0, 2, 0.5)
+
+    first = threading.Thread(target=alone)
     first.start()
     time.sleep(0.1)
     with pytest.raises(RankFailed, match=message):

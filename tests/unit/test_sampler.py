@@ -139,7 +139,8 @@ def test_the_split_does_not_matter(
     size: int, spread: float, top_k: int, top_p: float, seed: int, data: st.DataObject
 ) -> None:
     """Between any leaves, with ranks that hold nothing; where the first candidates do and do not reach top_p."""
-    logits = logits_of(np.random.default_rng(seed).normal(size=size) * spread)
+    decimals = data.draw(st.sampled_from([1, 9]))  # with and without many ties
+    logits = logits_of((np.random.default_rng(seed).normal(size=size) * spread).round(decimals))
     leaves = -(-size // LEAF)
     edges = tuple(min(size, LEAF * edge) for edge in sorted(data.draw(st.lists(st.integers(0, leaves), max_size=3))))
     asked = request(seed, temperature=1.0, top_k=top_k, top_p=top_p)
@@ -148,6 +149,8 @@ def test_the_split_does_not_matter(
     kept = plain_candidates(logits.astype(float).tolist(), 1.0, top_k, top_p)
     noise = gumbel_noise(seed, 5, np.arange(size))
     assert token == max(kept, key=lambda i: (float(logits[i]) + noise[i], -i))
+    plain = request(seed, temperature=1.0)
+    assert sample(logits, plain, edges) == sample(logits, plain) == int((logits + noise).argmax())
     assert sample(logits, request(temperature=0), edges) == int(logits.argmax())
 
 

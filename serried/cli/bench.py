@@ -1,0 +1,97 @@
+"""`serried bench`: what this machine allows, and what fraction of it is reached."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from serried.backends.registry import resolve_backend
+from serried.bench.allreduce import bench_allreduce
+from serried.bench.forward import bench_decode, bench_prefill
+from serried.bench.kernels import bench_kernels
+from serried.bench.limits import bench_membw
+from serried.bench.steps import Layout
+from serried.cli.options import add_engine_arguments, add_tp_argument, engine_options, integer, integers
+from serried.config import EngineConfig
+from serried.errors import InputError
+from serried.machine import available_cores
+from serried.models.registry import open_model
+from serried.progress import progress_bar
+
+KINDS = ("membw", "allreduce", "kernels", "decode", "prefill")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", metavar="KIND", help=f"one of {', '.join(KINDS)}")
+    add_engine_arguments(parser, model="?")
+    add_tp_argument(parser)
+    parser.add_argument("--layouts", help="several in turn, TP x threads: 1x2,2x1")
+    parser.add_argument("--batch-size", type=integer("--batch-size"), default=1, help="sequences of decode (1)")
+    parser.add_argument("--context", type=integer("--context"), default=128, help="positions of decode (128)")
+    parser.add_argument("--input-len", type=integer("--input-len"), default=512, help="tokens of prefill (512)")
+    parser.add_argument("--rounds", type=integer("--rounds"), default=9, help="measurements of each figure (9)")
+    parser.add_argument("--ranks", type=integers("--ranks"), default=(2,), help="of allreduce: 2,3,4 (default 2)")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.kind not in KINDS:
+        raise InputError(f"{args.kind}: no such benchmark; choose from {', '.join(KINDS)}")
+    for option in ("batch_size", "context", "input_len", "rounds"):
+        if getattr(args, option) < 1:
+            raise InputError(f"--{option.replace('_', '-')} {getattr(args, option)}: expected at least 1")
+    with progress_bar(args.kind) as progress:
+        result = _measure(args, progress or (lambda done, total: None))
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print_table(args.kind, result.get("runs", [result]))
+    return 0
+
+
+def _measure(args: argparse.Namespace, report: Callable[[int, int], None]) -> dict[str, Any]:
+    if args.kind == "membw":
+        return bench_membw(available_cores(), args.rounds, report)
+    if args.kind == "allreduce":
+        return bench_allreduce(args.ranks, args.rounds, report)
+    if args.model is None:
+        raise InputError(f"bench {args.kind}: give a MODEL, for example qwen3-0.6b --load-format dummy")
+    source = open_model(args.model)
+    config = resolve_backend(EngineConfig.create(args.model, **engine_options(args)))
+    if args.kind == "kernels":
+        return bench_kernels(source.config, config, args.rounds, report)
+    layouts = Layout.parse_all(args.layouts) if args.layouts else [Layout(config.tensor_parallel_size, config.threads)]
+    for layout in layouts:
+        source.config.partition((1,) * layout.tp)
+    if args.kind == "decode":
+        runs = bench_decode(source, config, layouts, args.batch_size, args.context, args.rounds, report)
+    else:
+        runs = bench_prefill(source, config, layouts, args.input_len, args.rounds, report)
+    return runs[0] if not args.layouts else {"bench": args.kind, "runs": runs}
+
+
+def print_table(title: str, runs: Sequence[dict[str, Any]]) -> None:
+    """One column a run, one row a figure."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, show_header=False)
+    table.add_column("figure")
+    for _ in runs:
+        table.add_column("run", justify="right", no_wrap=True)
+    for name in dict.fromkeys(key for run in runs for key in run):
+        table.add_row(name, *(_readable(name, run.get(name)) for run in runs))
+    Console().print(table)
+
+
+def _readable(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name.startswith("fraction") or name.endswith("share"):
+        return f"{value:.1%}"
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
