@@ -59,8 +59,8 @@ class EngineConfig:
         for option in ("threads_per_rank", "max_model_len", "kv_cache_memory"):
             if getattr(self, option) is not None:
                 _positive(option, getattr(self, option))
-        if not 0 <= self.seed < 1 << 64:
-            raise InputError(f"--seed {self.seed}: expected 0 to 2^64 - 1")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 1 << 64:
+            raise InputError(f"--seed {self.seed}: expected a whole number from 0 to 2^64 - 1")
         if not 0 < self.collective_timeout < float("inf"):
             raise InputError(f"--collective-timeout {self.collective_timeout}: expected a number of seconds")
         self._check_weights()

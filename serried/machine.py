@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 
 def available_cores() -> int:
@@ -14,6 +15,39 @@ def available_cores() -> int:
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, -(-int(quota) // int(period))))
+
+
+def cores_of_rank(rank: int, ranks: int, threads: int) -> list[int]:
+    """The cores that a rank's threads are bound to; empty where binding could do harm.
+
+    Ranks are bound only where together they use every core that this process may use: else two engines side by side
+    would crowd on the same ones. Cores are counted NUMA node by NUMA node, so that a rank lies within one where it
+    fits. (A rank then touches its memory first, and the kernel places it on that node.)
+    """
+    cores = [core for node in numa_nodes() for core in node]
+    if ranks * threads != len(cores) or ranks * threads == 1 or available_cores() != len(cores):
+        return []
+    return cores[rank * threads : (rank + 1) * threads]
+
+
+def numa_nodes() -> list[list[int]]:
+    """The cores of each NUMA node that this process may run on."""
+    allowed = os.sched_getaffinity(0)
+    nodes = []
+    for entry in sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        cores = _cpu_list((entry / "cpulist").read_text(encoding="ascii"))
+        nodes.append([core for core in cores if core in allowed])
+    nodes = [node for node in nodes if node]
+    return nodes if sum(map(len, nodes)) == len(allowed) else [sorted(allowed)]
+
+
+def _cpu_list(text: str) -> list[int]:
+    """The kernel's notation: 0-3,8."""
+    cores: list[int] = []
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        cores += range(int(first), int(last or first) + 1) if first else []
+    return cores
 
 
 def available_memory() -> int:

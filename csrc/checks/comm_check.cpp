@@ -217,7 +217,8 @@ void time_steps(ShmComm& comm, double compute_us) {
     comm.all_reduce(x.data(), 2048, Element::kFloat32, Algorithm::kOneShot);
     if (!stop) break;
   }
-  if (comm.rank() == 0) std::printf("%d ranks: %.1f us a turn\n", comm.size(), static_cast<double>(now_ns() - start) / 1000 / turns);
+  const double took = static_cast<double>(now_ns() - start) / 1000 / turns;
+  if (comm.rank() == 0) std::printf("%d ranks: %.1f us a turn\n", comm.size(), took);
 }
 
 }  // namespace

@@ -77,11 +77,12 @@ inline void bind_comm_operations(nb::class_<ShmComm>& comm) {
           },
           free, nb::arg("x"), nb::arg("rows"), nb::arg("parts"), nb::arg("root"), nb::arg("out"))
       .def(
-          "broadcast", [](ShmComm& c, uintptr_t x, size_t bytes, int root) { c.broadcast(pointer<void>(x), bytes, root); },
-          free, nb::arg("x"), nb::arg("bytes"), nb::arg("root"))
+          "broadcast",
+          [](ShmComm& c, uintptr_t x, size_t bytes, int root) { c.broadcast(pointer<void>(x), bytes, root); }, free,
+          nb::arg("x"), nb::arg("bytes"), nb::arg("root"))
       .def(
-          "send", [](ShmComm& c, uintptr_t x, size_t bytes, int to) { c.send(pointer<const void>(x), bytes, to); }, free,
-          nb::arg("x"), nb::arg("bytes"), nb::arg("to"))
+          "send", [](ShmComm& c, uintptr_t x, size_t bytes, int to) { c.send(pointer<const void>(x), bytes, to); },
+          free, nb::arg("x"), nb::arg("bytes"), nb::arg("to"))
       .def(
           "recv", [](ShmComm& c, uintptr_t x, size_t bytes, int source) { c.recv(pointer<void>(x), bytes, source); },
           free, nb::arg("x"), nb::arg("bytes"), nb::arg("source"))

@@ -23,6 +23,11 @@ int64_t total_of(const int64_t* parts, int size) {
 const char* at(const void* data, int64_t offset) { return static_cast<const char*>(data) + offset; }
 char* at(void* data, int64_t offset) { return static_cast<char*>(data) + offset; }
 
+// Nothing may come from a null pointer: empty arrays have one.
+void copy(void* to, const void* from, size_t bytes) {
+  if (bytes) std::memcpy(to, from, bytes);
+}
+
 // Bytes [begin, end) of a contiguous [rows, part] go to their places in rows of `stride` bytes.
 void scatter_rows(const char* in, int64_t begin, int64_t end, int64_t part, char* out, int64_t stride) {
   while (begin < end) {
@@ -55,7 +60,7 @@ void ShmComm::all_reduce_shots(char* x, int64_t count, Element element, bool two
   const int64_t w = width(element), room = slot_bytes_ / w;
   for (int64_t start = 0; start < count; start += room, x += room * w) {
     const int64_t n = std::min(room, count - start);
-    std::memcpy(next(), x, n * w);
+    copy(next(), x, n * w);
     post();
     wait();
     const auto [first, last] = two ? share(n, rank_, size_, kLine / w) : std::pair{int64_t{0}, n};
@@ -69,7 +74,7 @@ void ShmComm::all_reduce_shots(char* x, int64_t count, Element element, bool two
     wait();
     for (int r = 0; r < size_; ++r) {
       const auto [begin, end] = share(n, r, size_, kLine / w);
-      std::memcpy(x + begin * w, peer(r), (end - begin) * w);
+      copy(x + begin * w, peer(r), (end - begin) * w);
     }
   }
 }
@@ -86,7 +91,7 @@ void ShmComm::all_reduce_ring(char* x, int64_t count, Element element) {
       const int hop = adding ? turn : turn - size_;  // all-gather starts with the chunk that was finished last
       const auto [out, out_end] = share(n, ((rank_ - hop) % size_ + size_) % size_, size_, kLine / w);
       const auto [in, in_end] = share(n, ((rank_ - hop - 1) % size_ + size_) % size_, size_, kLine / w);
-      std::memcpy(next(), x + out * w, (out_end - out) * w);
+      copy(next(), x + out * w, (out_end - out) * w);
       post();
       if (turn == 0) {
         wait();  // all may still have read the slot that the next step overwrites
@@ -97,7 +102,7 @@ void ShmComm::all_reduce_ring(char* x, int64_t count, Element element) {
       if (adding) {
         add(element, x + in * w, peer(left), in_end - in);
       } else {
-        std::memcpy(x + in * w, peer(left), (in_end - in) * w);
+        copy(x + in * w, peer(left), (in_end - in) * w);
       }
     }
   }
@@ -132,9 +137,9 @@ void ShmComm::nodes_piece(const float* nodes, const int32_t* counts, const Fold&
   float* own = static_cast<float*>(next());
   const int64_t rows = tokens * counts[rank_];
   if (stride == columns) {
-    std::memcpy(own, nodes, rows * columns * sizeof(float));
+    copy(own, nodes, rows * columns * sizeof(float));
   } else {
-    for (int64_t i = 0; i < rows; ++i) std::memcpy(own + i * columns, nodes + i * stride, columns * sizeof(float));
+    for (int64_t i = 0; i < rows; ++i) copy(own + i * columns, nodes + i * stride, columns * sizeof(float));
   }
   post();
   wait();
@@ -154,7 +159,7 @@ void ShmComm::nodes_piece(const float* nodes, const int32_t* counts, const Fold&
   wait();
   for (int r = 0; r < size_; ++r) {
     const auto [begin, end] = share(tokens, r, size_, 1);
-    std::memcpy(out + begin * columns, peer(r), (end - begin) * columns * sizeof(float));
+    copy(out + begin * columns, peer(r), (end - begin) * columns * sizeof(float));
   }
 }
 
@@ -168,7 +173,7 @@ void ShmComm::reduce_scatter(const void* x, const int64_t* counts, Element eleme
     int64_t part = 0;
     for (int r = 0; r < size_; part += counts[r++]) {
       const int64_t n = std::clamp<int64_t>(counts[r] - start, 0, room);
-      std::memcpy(at(own, r * room * w), at(x, (part + start) * w), n * w);
+      copy(at(own, r * room * w), at(x, (part + start) * w), n * w);
     }
     post();
     wait();
@@ -193,7 +198,7 @@ void ShmComm::gather_pieces(const void* x, int64_t rows, const int64_t* parts, v
   const int64_t most = rows * *std::max_element(parts, parts + size_);
   for (int64_t start = 0; start < most; start += room) {
     const auto end = [&](int r) { return std::clamp(rows * parts[r], start, start + room); };
-    std::memcpy(next(), at(x, std::min(start, rows * parts[rank_])), end(rank_) - start);
+    copy(next(), at(x, std::min(start, rows * parts[rank_])), end(rank_) - start);
     post();
     wait();
     for (int64_t r = 0, column = 0; r < size_ && out; column += parts[r++]) {
@@ -207,10 +212,10 @@ void ShmComm::broadcast(void* x, size_t bytes, int root) {
   for (size_t start = 0; start < bytes; start += slot_bytes_) {
     const size_t n = std::min(slot_bytes_, bytes - start);
     void* own = next();
-    if (rank_ == root) std::memcpy(own, at(x, start), n);
+    if (rank_ == root) copy(own, at(x, start), n);
     post();
     wait();
-    if (rank_ != root) std::memcpy(at(x, start), peer(root), n);
+    if (rank_ != root) copy(at(x, start), peer(root), n);
   }
 }
 
@@ -224,7 +229,7 @@ void ShmComm::send(const void* x, size_t bytes, int to) {
     char* place = chunk(rank_, to, index);
     const size_t n = std::min(kChunkBody, bytes - start);
     std::memcpy(place, &bytes, sizeof bytes);
-    std::memcpy(place + kChunkHead, at(x, start), n);
+    copy(place + kChunkHead, at(x, start), n);
     tick();
     box.written.publish(index + 1);
     start += n;
@@ -246,7 +251,7 @@ void ShmComm::recv(void* x, size_t bytes, int source) {
                                           " bytes where " + std::to_string(bytes) + " were expected");
     }
     const size_t n = std::min(kChunkBody, bytes - start);
-    std::memcpy(at(x, start), place + kChunkHead, n);
+    copy(at(x, start), place + kChunkHead, n);
     tick();
     box.read.publish(index + 1);
     start += n;

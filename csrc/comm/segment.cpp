@@ -99,7 +99,8 @@ void Segment::agree() {
       return std::to_string(s >> 40 & 0xffff) + " ranks with slots of " + std::to_string(s & ((1ull << 40) - 1)) +
              " bytes (layout " + std::to_string(s >> 56) + ")";
     };
-    throw CommError(rank_, "shared memory: another rank made it for " + text(found) + ", this one wants " + text(shape));
+    throw CommError(rank_, "shared memory: another rank made it for " + text(found) + ", this one wants " +
+                               text(shape));
   }
   int32_t holder = 0;
   if (!mine().pid.compare_exchange_strong(holder, getpid())) {

@@ -16,8 +16,9 @@ namespace {
 constexpr int64_t kSuspicion = 20 * kMillisecond;  // a wait as long as this looks whether its peers live
 constexpr int64_t kRollCall = kSecond;             // that ranks get to show that they are stuck, but alive
 constexpr int64_t kHearsay = kRollCall + 300 * kMillisecond;  // that others get to name a culprit
-constexpr const char* kNames[] = {"nothing",   "all_reduce", "reduce_nodes", "reduce_scatter", "all_gather", "gather",
-                                  "broadcast", "send",       "recv",         "barrier",        "agree_min",  "subgroup"};
+constexpr const char* kNames[] = {"nothing", "all_reduce", "reduce_nodes", "reduce_scatter",
+                                  "all_gather", "gather", "broadcast", "send",
+                                  "recv", "barrier", "agree_min", "subgroup"};
 static_assert(std::size(kNames) == static_cast<size_t>(Op::kCount));
 
 std::vector<int> iota(int size) {
@@ -162,9 +163,9 @@ void ShmComm::end() { stats_[static_cast<int>(op_)].total_ns += now_ns() - start
 void ShmComm::check_tag(int peer) {
   const uint32_t theirs = line(peer).tag[step_ & 1].load(std::memory_order_relaxed);
   if (theirs == tag()) [[likely]] return;
-  const std::string there = std::string(op_name(static_cast<Op>(theirs >> 24))) + " #" + std::to_string(theirs & 0xffffff);
-  const std::string rank = "rank " + std::to_string(names_[peer]);
-  segment_->abort(names_[peer], what() + ": " + rank + " made another call, " + there);
+  const std::string there = op_name(static_cast<Op>(theirs >> 24));
+  segment_->abort(names_[peer], what() + ": " + names({peer}) + " made another call, " + there + " #" +
+                                    std::to_string(theirs & 0xffffff));
 }
 
 // --- Waiting, where it takes long ---
@@ -258,7 +259,8 @@ void ShmComm::give_up(const Wanted& wanted) {
 }
 
 std::string ShmComm::what() const {
-  return std::string(op_name(op_)) + " #" + std::to_string(sequence_[static_cast<int>(op_)]) + " of " + names(iota(size_));
+  const std::string number = std::to_string(sequence_[static_cast<int>(op_)]);
+  return std::string(op_name(op_)) + " #" + number + " of " + names(iota(size_));
 }
 
 std::string ShmComm::names(const std::vector<int>& ranks) const {

@@ -18,7 +18,8 @@ namespace serried {
 
 constexpr int64_t kMicrosecond = 1000, kMillisecond = 1000 * kMicrosecond, kSecond = 1000 * kMillisecond;
 constexpr int64_t kSpin = 4 * kMicrosecond;     // a peer that is only a little late
-constexpr int64_t kYield = 100 * kMicrosecond;  // a peer that still computes; longer than a futex takes to wake us
+constexpr int64_t kYield = 200 * kMicrosecond;  // a peer that still computes; longer than a futex takes to wake us
+constexpr int64_t kTaken = 50 * kMicrosecond;   // a yield as long as this: somebody else wants the core
 constexpr int64_t kSleep = 50 * kMillisecond;   // the longest sleep between two looks around
 constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
 
@@ -95,11 +96,7 @@ class Waiter {
       if (ready(signal.load())) return;
       cpu_pause();
     }
-    if (yield_until_ == 0) yield_until_ = now_ns() + kYield;
-    while (now_ns() < yield_until_) {
-      if (ready(signal.load())) return;
-      sched_yield();
-    }
+    if (yielding_ && give_core_away(signal, ready)) return;
     for (;;) {
       const uint32_t seen = signal.load();
       if (ready(seen)) return;
@@ -108,8 +105,24 @@ class Waiter {
   }
 
  private:
+  // Whether it became ready. Each yield forfeits our turn; with a neighbour on this core that soon costs milliseconds
+  // a wait, where a sleeper keeps its claim on the core, or is woken on the other one, which our sleep has left idle.
+  template <class Ready>
+  bool give_core_away(const Signal& signal, Ready&& ready) {
+    const int64_t until = now_ns() + kYield;
+    for (int64_t now = until - kYield; now < until;) {
+      if (ready(signal.load())) return true;
+      sched_yield();
+      const int64_t before = now;
+      now = now_ns();
+      if (now - before > kTaken) break;
+    }
+    yielding_ = false;
+    return false;
+  }
+
   int rounds_ = spin_rounds();
-  int64_t yield_until_ = 0;
+  bool yielding_ = true;
 };
 
 // A deadline that restarts whenever the progress of those who are awaited has moved.

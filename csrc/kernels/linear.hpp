@@ -2,7 +2,7 @@
 //
 //   linear_drive.hpp   the walk over tokens, tiles and leaves, for every set
 //   linear_vector.hpp  vector multiply-adds: bf16 and float32
-//   linear_amx.hpp     bf16 by AMX tiles
+//   linear_amx.hpp     bf16 by AMX tiles; linear_amx_few.hpp: the same bits by vectors, for few tokens
 //
 // An output element has one accumulator over ascending k inside a leaf, whatever the batch; the sums of leaves are
 // then added in float32 in the order that the leaf table states.
@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include "linear_amx.hpp"
+#include "linear_amx_few.hpp"
 #endif
 
 namespace serried {
@@ -48,6 +49,10 @@ void linear_f32(const Linear& linear, const void* x, int64_t x_stride, float* y,
 void linear_bf16(const Linear& linear, const void* x, int64_t x_stride, float* y, int64_t y_stride,
                  int32_t token_begin, int32_t token_end, int32_t tile_begin, int32_t tile_end) {
 #if SERRIED_amx
+  if (token_end - token_begin <= linear_detail::amx::kFew) {
+    linear_detail::amx::linear_few(linear, x, x_stride, y, y_stride, token_begin, token_end, tile_begin, tile_end);
+    return;
+  }
   linear_detail::amx::linear(linear, x, x_stride, y, y_stride, token_begin, token_end, tile_begin, tile_end);
 #else
   linear_detail::linear_by_vectors<linear_detail::Bf16>(linear, x, x_stride, y, y_stride, token_begin, token_end,

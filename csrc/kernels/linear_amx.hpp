@@ -117,7 +117,7 @@ struct Kernel {
   }
 
   void run(const Segment& s) {
-    if (s.blocks == 1) return run_lines<16, _MM_HINT_T0>(s, s.weight + kPrefetchBytes);
+    if (s.blocks == 1) return run_lines<16, _MM_HINT_T1>(s, s.weight + kPrefetchBytes);
     const int32_t lines = s.blocks >= 16 ? 4 : s.blocks >= 8 ? 8 : s.blocks >= 4 ? 16 : 32;  // in a step
     const char* ahead = s.next_tile + s.block * lines * 64;
     if (s.block * lines >= 64) return run_lines<0, _MM_HINT_T1>(s, ahead);
@@ -130,7 +130,7 @@ struct Kernel {
   }
 
   // kLines: cache lines to prefetch beside each multiplication. A step's weights are 64 lines: one block alone fetches
-  // all of them, just ahead of itself; the blocks of a chunk share those of the next tile.
+  // all of them, just ahead of itself (to L2: faster than to L1); the blocks of a chunk share those of the next tile.
   template <int kLines, _mm_hint kHint>
   void run_lines(const Segment& s, const char* ahead) {
     const char *x = s.x, *w = s.weight;

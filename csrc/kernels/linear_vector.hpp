@@ -39,7 +39,6 @@ struct Vec {
   static Floats odd(Words w) {
     return _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
   }
-  static Words exclusive_or(Words a, Words b) { return _mm512_xor_si512(a, b); }
 };
 [[gnu::always_inline]] inline void prefetch_line(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
 #elif SERRIED_avx2
@@ -59,7 +58,6 @@ struct Vec {
   static Floats odd(Words w) {
     return _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
   }
-  static Words exclusive_or(Words a, Words b) { return _mm256_xor_si256(a, b); }
 };
 [[gnu::always_inline]] inline void prefetch_line(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
 #else
@@ -86,7 +84,6 @@ struct Vec {
   }
   static Floats even(Words w) { return reinterpret_cast<Floats>(w << 16); }
   static Floats odd(Words w) { return reinterpret_cast<Floats>(w & 0xffff0000u); }
-  static Words exclusive_or(Words a, Words b) { return a ^ b; }
 };
 [[gnu::always_inline]] inline void prefetch_line(const char* p) { __builtin_prefetch(p); }
 #endif
@@ -344,13 +341,18 @@ void linear_by_vectors(const Linear& linear, const void* x, int64_t x_stride, fl
 
 // ---- The limits that benchmarks compare with ----
 
+// Loads of 32 bytes, even where 64 would do: Sapphire Rapids reads memory 10 to 15 % faster so.
 inline uint64_t read_all(const char* data, size_t n) {
-  constexpr int kLoads = kStepBytes / sizeof(Vec::Words);
-  Vec::Words sum[kLoads] = {};
+  typedef uint64_t Chunk __attribute__((vector_size(32)));
+  constexpr int kLoads = kStepBytes / sizeof(Chunk);
+  Chunk sum[kLoads] = {};
   for (size_t i = 0; i < n; i += kStepBytes) {
     for (int line = 0; line < kStepBytes; line += 64) prefetch_line(data + i + kPrefetchBytes + line);
+#pragma GCC unroll 8
     for (int j = 0; j < kLoads; ++j) {
-      sum[j] = Vec::exclusive_or(sum[j], Vec::words(data + i + j * sizeof(Vec::Words)));
+      Chunk chunk;
+      std::memcpy(&chunk, data + i + j * sizeof(Chunk), sizeof chunk);
+      sum[j] ^= chunk;
     }
   }
   uint64_t parts[sizeof sum / 8], result = 0;

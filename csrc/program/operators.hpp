@@ -158,8 +158,13 @@ struct AttentionOp final : Operator {
                      rotated.data, rotated.stride, static_cast<int32_t>(a), static_cast<int32_t>(b));
       pad(result, a, b);
     });
+    int64_t blocks = 0;
+    for (int32_t s = 0; s < step.sequences; ++s) blocks += blocks_of(step, s);
+    if (!blocks) return;
+    // A call reads K and V of adjacent heads in longer runs the more heads it has: no more parts than threads need.
+    const auto parts = std::min<int64_t>(static_cast<int64_t>(groups.size()), (p.pool.threads() + blocks - 1) / blocks);
     std::atomic<int64_t> next{0};  // which thread takes which item changes no result
-    p.pool.run([&](int thread, int) { work(p, step, next, scratch[static_cast<size_t>(thread)].data()); });
+    p.pool.run([&](int thread, int) { work(p, step, next, parts, scratch[static_cast<size_t>(thread)].data()); });
   }
 
  private:
@@ -170,19 +175,25 @@ struct AttentionOp final : Operator {
       std::memset(result.row<char>(r) + used, 0, static_cast<size_t>(result.stride) * size - used);
   }
 
-  void work(Program& p, const Step& step, std::atomic<int64_t>& next, float* mine) {
+  static int64_t blocks_of(const Step& step, int32_t s) {
+    return (step.row_starts[s + 1] - step.row_starts[s] + kRows - 1) / kRows;
+  }
+
+  // Items are (sequence, block of rows, part of the heads), taken in order by whichever thread is free.
+  void work(Program& p, const Step& step, std::atomic<int64_t>& next, int64_t parts, float* mine) {
     const Buffer &rotated = p.buffer(q), &result = p.buffer(out);
-    const auto heads = static_cast<int64_t>(groups.size());
     int64_t item = next.fetch_add(1, std::memory_order_relaxed), first = 0;
     for (int32_t s = 0; s < step.sequences; ++s) {
       const int32_t begin = step.row_starts[s], end = step.row_starts[s + 1];
-      const int64_t items = int64_t{(end - begin + kRows - 1) / kRows} * heads;
+      const int64_t items = blocks_of(step, s) * parts;
       const Sequence sequence{begin, end, step.kv_lens[s], step.blocks + step.block_starts[s]};
       while (item < first + items) {
-        const auto block = static_cast<int32_t>((item - first) / heads);
-        const auto [low, high] = groups[static_cast<size_t>((item - first) % heads)];
+        const auto block = static_cast<int32_t>((item - first) / parts);
+        const auto [a, b] = share(static_cast<int64_t>(groups.size()), static_cast<int>((item - first) % parts),
+                                  static_cast<int>(parts));
         p.k.attend(attention, sequence, step.positions, rotated.data, rotated.stride, result.data, result.stride,
-                   begin + block * kRows, std::min(end, begin + (block + 1) * kRows), low, high, mine);
+                   begin + block * kRows, std::min(end, begin + (block + 1) * kRows),
+                   groups[static_cast<size_t>(a)].first, groups[static_cast<size_t>(b - 1)].second, mine);
         item = next.fetch_add(1, std::memory_order_relaxed);
       }
       first += items;

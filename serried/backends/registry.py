@@ -8,6 +8,7 @@ from serried import _native
 from serried.backends.base import Backend
 from serried.config import EngineConfig
 from serried.errors import InputError
+from serried.machine import cores_of_rank
 from serried.parallel.comm import Communicator
 
 
@@ -41,4 +42,5 @@ def create_backend(config: EngineConfig, comm: Communicator) -> Backend:
         return TorchBackend(config.dtype, config.device, config.threads)
     from serried.backends.native import NativeBackend
 
-    return NativeBackend(config.dtype, config.threads, comm, config.max_num_batched_tokens)
+    cpus = cores_of_rank(comm.rank, comm.size, config.threads)
+    return NativeBackend(config.dtype, config.threads, comm, config.max_num_batched_tokens, cpus)

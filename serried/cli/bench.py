@@ -73,17 +73,19 @@ def _measure(args: argparse.Namespace, report: Callable[[int, int], None]) -> di
 
 
 def print_table(title: str, runs: Sequence[dict[str, Any]]) -> None:
-    """One column a run, one row a figure."""
+    """A few runs of many figures: one column a run. Many runs: one row a run."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, box=box.SIMPLE_HEAD, show_header=False)
-    table.add_column("figure")
-    for _ in runs:
-        table.add_column("run", justify="right", no_wrap=True)
-    for name in dict.fromkeys(key for run in runs for key in run):
-        table.add_row(name, *(_readable(name, run.get(name)) for run in runs))
+    figures = list(dict.fromkeys(key for run in runs for key in run))
+    cells = [[_readable(name, run.get(name)) for name in figures] for run in runs]
+    upright = len(runs) <= 4
+    table = Table(title=title, box=box.SIMPLE_HEAD, show_header=not upright, padding=(0, 1), collapse_padding=True)
+    for heading in ("figure", *("" for _ in runs)) if upright else figures:
+        table.add_column(heading.replace("_", " "), justify="left" if heading == "figure" else "right")
+    for row in zip(figures, *cells, strict=True) if upright else cells:
+        table.add_row(*row)
     Console().print(table)
 
 

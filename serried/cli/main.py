@@ -56,6 +56,17 @@ class Parser(argparse.ArgumentParser):
         return []
 
 
+class _Version(argparse.Action):
+    """Prints the version and what the native kernels were chosen for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from serried import _native
+
+        native = f"native kernels: {_native.choose_isa()}" if _native.available() else "without native kernels"
+        print(f"serried {__version__} ({native})")
+        parser.exit()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -81,24 +92,35 @@ def _execute(words: list[str], name: str | None) -> int:
     if name is not None and name not in COMMANDS:
         raise InputError(f"unknown command {name}{_suggestion(name, COMMANDS)}")
     parser = Parser(prog="serried", description="A tensor-parallel LLM engine.")
-    parser.add_argument("--version", action="version", version=f"serried {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and the native kernels chosen")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    known = [*parser._option_string_actions]
     for each, (_, summary) in COMMANDS.items():
-        subparser = subparsers.add_parser(each, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-        if each == name:
-            command = cast(Command, import_module(COMMANDS[name][0]))
-            command.add_arguments(subparser)
-            subparser.set_defaults(run=command.run)
-            known = [*subparser._option_string_actions]
+        subparsers.add_parser(each, help=summary)
+    before = words if name is None else words[: words.index(name)]
     try:
-        args, unknown = parser.parse_known_args(words)
+        if name is None or before:  # --help, --version, or something that is not an option of ours
+            _refuse(parser, parser.parse_known_args(words if name is None else before)[1])
+            return 0
+        return _command(name, words[1:])
     except SystemExit:  # --help and --version have printed
         return 0
+
+
+def _command(name: str, words: list[str]) -> int:
+    module, summary = COMMANDS[name]
+    command = cast(Command, import_module(module))
+    parser = Parser(prog=f"serried {name}", description=f"{summary[0].upper()}{summary[1:]}.")
+    command.add_arguments(parser)
+    # Intermixed: options may stand between MODEL and PROMPT.
+    args, unknown = parser.parse_known_intermixed_args(words)
+    _refuse(parser, unknown)
+    return command.run(args)
+
+
+def _refuse(parser: Parser, unknown: Sequence[str]) -> None:
     if unknown:
         word = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
-        raise InputError(f"unknown argument {word}{_suggestion(word, known)}")
-    return int(args.run(args))
+        raise InputError(f"unknown argument {word}{_suggestion(word, parser._option_string_actions)}")
 
 
 def _suggestion(word: str, known: Iterable[str]) -> str:

@@ -184,7 +184,8 @@ def create_executor(
     if world is not None:
         check_world(config, world)
     local_rank = 0 if world is None else world.local_rank
-    config = resolve_backend(config, local_rank)
+    # Decided here, once: a child that is bound to some cores would count them anew.
+    config = resolve_backend(config, local_rank).resolve(threads_per_rank=config.threads)
     if world is not None:
         return TorchrunExecutor(config, source, world, progress)
     return LocalExecutor(config, source, progress) if size == 1 else ProcessExecutor(config, source, progress)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import Any
 
 from serried.config import EngineConfig
-from serried.engine.core import EngineCore
+from serried.engine.core import EngineCore, NewToken
 from serried.engine.executor import Executor, create_executor
 from serried.engine.outputs import Answer, Delta, RequestOutput
 from serried.engine.scheduler import Scheduler
@@ -45,6 +46,7 @@ class LLM:
             max_requests=self.config.max_num_seqs,
             token_budget=self.config.max_num_batched_tokens,
         )
+        self._arrived: dict[int, deque[NewToken]] = {}  # by request: tokens that its stream has not taken yet
         self.core = EngineCore(
             self.executor,
             scheduler,
@@ -99,7 +101,8 @@ class LLM:
         live = self._add_all(as_prompts(prompts), params)
         try:
             while live:
-                yield from self._step(live)
+                self._advance(live)
+                yield from self._take(live)
         finally:
             self._abort(live)
             self.executor.pause()
@@ -131,22 +134,34 @@ class LLM:
                 request = self.core.add(ids, params)
                 text = prompt if isinstance(prompt, str) else None
                 live[request.id] = Answer(index, request, text, self.tokenizer)
+                self._arrived[request.id] = deque()
         except InputError:
             self._abort(live)
             raise
         return live
 
-    def _step(self, live: dict[int, Answer]) -> Iterator[Delta]:
-        for new in self.core.step():
-            delta = live[new.request.id].take(new.token)
-            if delta.output.finished:
-                del live[new.request.id]
-                self.core.finish(new.request, "stop")
-            yield delta
+    def _advance(self, live: Collection[int]) -> None:
+        """Run a step, unless one that another stream ran has left tokens for the requests in `live`."""
+        if not any(self._arrived[id] for id in live):
+            for new in self.core.step():
+                self._arrived[new.request.id].append(new)
+
+    def _take(self, live: dict[int, Answer]) -> Iterator[Delta]:
+        """What has arrived for the requests in `live`, from which those that are finished are taken out."""
+        for id, answer in list(live.items()):
+            while id in live and self._arrived[id]:
+                delta = answer.take(self._arrived[id].popleft())
+                if delta.output.finished:
+                    self._drop(live, id, "stop")
+                yield delta
 
     def _abort(self, live: dict[int, Answer]) -> None:
-        for answer in live.values():
-            self.core.finish(answer.request, "abort")
+        for id in list(live):
+            self._drop(live, id, "abort")
+
+    def _drop(self, live: dict[int, Answer], id: int, reason: str) -> None:
+        self.core.finish(live.pop(id).request, reason)
+        del self._arrived[id]
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from serried.engine.core import NewToken
 from serried.engine.request import Request
 from serried.text.detokenizer import Detokenizer
 from serried.text.tokenizer import Tokenizer
@@ -53,21 +54,21 @@ class Answer:
         self.output = RequestOutput(str(request.id), prompt, request.prompt, [self.completion])
         self._text = Detokenizer(tokenizer, stop=tuple(request.params.stop)) if tokenizer else None
 
-    def take(self, token: int) -> Delta:
+    def take(self, new: NewToken) -> Delta:
         """Take the request's next token."""
-        done, request = self.completion, self.request
-        done.token_ids.append(token)
+        done = self.completion
+        done.token_ids.append(new.token)
         text = ""
         if self._text:
-            # An end token is not text; a stop token the caller asked for is shown, as vLLM does not either.
-            text = "" if request.finish_reason == "stop" else self._text.add([token])
-            if request.finish_reason and not self._text.stopped:
+            # A token that ends the answer is not text of it (vLLM leaves it out too).
+            text = "" if new.finish_reason == "stop" else self._text.add([new.token])
+            if new.finish_reason and not self._text.stopped:
                 text += self._text.finish()
         done.text += text
         if self._text and self._text.stopped:
             done.finish_reason, done.stop_reason = "stop", self._text.stopped
-        elif request.finish_reason:
-            done.finish_reason = request.finish_reason
-            done.stop_reason = token if token in request.params.stop_token_ids else None
+        elif new.finish_reason:
+            done.finish_reason = new.finish_reason
+            done.stop_reason = new.token if new.token in self.request.params.stop_token_ids else None
         self.output.finished = done.finish_reason is not None
         return Delta(self.index, text, self.output)

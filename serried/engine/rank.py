@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 
 from serried.backends.registry import resolve_backend
@@ -9,6 +11,7 @@ from serried.config import EngineConfig
 from serried.engine.executor import serve_steps
 from serried.engine.group import group_of_children
 from serried.engine.worker import Worker
+from serried.machine import cores_of_rank
 from serried.models.registry import open_model
 from serried.parallel.link import ChildLink
 
@@ -18,6 +21,9 @@ def main() -> None:
     with ChildLink.from_argv() as link:
         config = resolve_backend(msgspec.msgpack.decode(link.payload, type=EngineConfig), link.rank)
         comm = group_of_children(config, link.store_fd, link.rank)
+        cores = cores_of_rank(link.rank, link.size, config.threads)
+        if config.backend == "native" and cores:
+            os.sched_setaffinity(0, cores)  # before the weights are touched: they come to lie on this node
         worker = Worker(config, open_model(config.model), comm)
         link.ready()
         serve_steps(worker, link.recv)

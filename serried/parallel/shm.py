@@ -33,13 +33,15 @@ class Timing(NamedTuple):
     total_s: float
 
 
-class _Plan(NamedTuple):
-    """A ReductionPlan as C++ reads it."""
+class _FlatPlan:
+    """A ReductionPlan as C++ reads it: `arguments` are the addresses and counts of what is kept here."""
 
-    plan: ReductionPlan  # kept alive, so that its id stays its own
-    counts: np.ndarray
-    pairs: np.ndarray
-    most: int
+    def __init__(self, plan: ReductionPlan) -> None:
+        self.plan = plan  # kept alive, so that its id stays its own
+        self.counts = np.array(plan.counts, np.int32)
+        self.pairs = np.array(plan.across.pairs, np.int32).reshape(-1, 2)
+        slots, (result,) = sum(plan.counts), plan.across.results
+        self.arguments = _address(self.counts), _address(self.pairs), len(self.pairs), slots, result
 
 
 class ShmComm:
@@ -79,7 +81,7 @@ class ShmComm:
         self.counters = Counters()
         self.names, self.algorithm, self.table = tuple(names), algorithm, table
         self._error = error
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[int, _FlatPlan] = {}
 
     def _join(self, timeout: float, watch: Callable[[], None]) -> None:
         deadline = time.monotonic() + timeout
@@ -105,10 +107,8 @@ class ShmComm:
 
     def all_reduce(self, x: Array) -> Array:
         x = _contiguous(x, writable=True)
-        with self._call("all_reduce", x):
-            self.native.all_reduce(
-                _address(x), math.prod(x.shape), _element(x), self._algorithm("all_reduce", x.nbytes)
-            )
+        algorithm = self._algorithm("all_reduce", x.nbytes)
+        self._run("all_reduce", x.nbytes, _address(x), math.prod(x.shape), _element(x), algorithm)
         return x
 
     def reduce_nodes(self, nodes: Array, plan: ReductionPlan) -> Array:
@@ -119,20 +119,9 @@ class ShmComm:
             what = f"{_dtype(nodes)} {list(nodes.shape)}"
             raise ValueError(f"rank {self.rank} brings float32 [tokens, {plan.counts[self.rank]}, hidden], not {what}")
         out = _empty(nodes, (tokens, columns))
-        algorithm = self._algorithm("reduce_nodes", 4 * tokens * columns * flat.most)
-        with self._call("reduce_nodes", nodes):
-            self.native.reduce_nodes(
-                _address(nodes),
-                flat.counts.ctypes.data,
-                flat.pairs.ctypes.data,
-                len(flat.pairs),
-                sum(plan.counts),
-                plan.across.results[0],
-                tokens,
-                columns,
-                _address(out),
-                algorithm,
-            )
+        algorithm = self._algorithm("reduce_nodes", 4 * tokens * columns * max(plan.counts))
+        where = tokens, columns, _address(out), algorithm
+        self._run("reduce_nodes", nodes.nbytes, _address(nodes), *flat.arguments, *where)
         return out
 
     def reduce_scatter(self, x: Array, parts: Sequence[int]) -> Array:
@@ -141,51 +130,45 @@ class ShmComm:
             raise ValueError(f"reduce_scatter of {x.shape[0]} rows into parts {list(parts)}")
         row = math.prod(x.shape[1:])
         out = _empty(x, (parts[self.rank], *x.shape[1:]))
-        with self._call("reduce_scatter", x):
-            self.native.reduce_scatter(_address(x), [part * row for part in parts], _element(x), _address(out))
+        counts = [part * row for part in parts]
+        self._run("reduce_scatter", x.nbytes, _address(x), counts, _element(x), _address(out))
         return out
 
     def all_gather(self, x: Array, parts: Sequence[int], dim: int = 0) -> Array:
         x = _contiguous(x)
         rows, widths, shape = self._parts(x, parts, dim)
         out = _empty(x, shape)
-        with self._call("all_gather", x):
-            self.native.all_gather(_address(x), rows, widths, _address(out))
+        self._run("all_gather", x.nbytes, _address(x), rows, widths, _address(out))
         return out
 
     def gather(self, x: Array, parts: Sequence[int], dim: int = 0, root: int = 0) -> Array | None:
         x = _contiguous(x)
         rows, widths, shape = self._parts(x, parts, dim)
-        out = _empty(x, shape) if self.rank == root else None
-        with self._call("gather", x):
-            self.native.gather(_address(x), rows, widths, root, 0 if out is None else _address(out))
+        out = _empty(x, shape) if self.rank == self._member(root) else None
+        self._run("gather", x.nbytes, _address(x), rows, widths, root, 0 if out is None else _address(out))
         return out
 
     def broadcast(self, x: Array, root: int = 0) -> Array:
-        x = _contiguous(x, writable=self.rank != root)
-        with self._call("broadcast", x if self.rank == root else None):
-            self.native.broadcast(_address(x), x.nbytes, self._member(root))
+        mine = self.rank == self._member(root)
+        x = _contiguous(x, writable=not mine)
+        self._run("broadcast", x.nbytes if mine else 0, _address(x), x.nbytes, root)
         return x
 
     def send(self, x: Array, to: int) -> None:
         x = _contiguous(x)
-        with self._call("send", x):
-            self.native.send(_address(x), x.nbytes, self._peer(to))
+        self._run("send", x.nbytes, _address(x), x.nbytes, self._peer(to))
 
     def recv(self, x: Array, source: int) -> Array:
         x = _contiguous(x, writable=True)
-        with self._call("recv", None):
-            self.native.recv(_address(x), x.nbytes, self._peer(source))
+        self._run("recv", 0, _address(x), x.nbytes, self._peer(source))
         return x
 
     def barrier(self) -> None:
-        with self._call("barrier", None):
-            self.native.barrier()
+        self._run("barrier", 0)
 
     def agree_min(self, value: int) -> int:
         """The least of what all ranks say."""
-        with self._call("agree_min", None):
-            least: int = self.native.agree_min(value)
+        least: int = self._run("agree_min", 0, value)
         return least
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
@@ -228,11 +211,10 @@ class ShmComm:
         wanted = "auto" if operation == "reduce_nodes" and self.algorithm == "ring" else self.algorithm
         return ALGORITHMS.index(choose(operation, nbytes, self.size, self.table, wanted))
 
-    def _plan(self, plan: ReductionPlan) -> _Plan:
+    def _plan(self, plan: ReductionPlan) -> _FlatPlan:
         flat = self._plans.get(id(plan))
         if flat is None:
-            counts, pairs = np.array(plan.counts, np.int32), np.array(plan.across.pairs, np.int32).reshape(-1, 2)
-            flat = self._plans[id(plan)] = _Plan(plan, counts, pairs, max(plan.counts))
+            flat = self._plans[id(plan)] = _FlatPlan(plan)
         return flat
 
     def _parts(self, x: Array, parts: Sequence[int], dim: int) -> tuple[int, list[int], tuple[int, ...]]:
@@ -258,12 +240,15 @@ class ShmComm:
         if self.native is None:
             raise ValueError(f"{operation}: this rank has closed the group of {_ranks(self.names)}")
 
-    @contextmanager
-    def _call(self, operation: str, brings: Array | None) -> Iterator[None]:
-        """Count one call, to which this rank brings an array, and name the rank that makes it fail."""
+    def _run(self, operation: str, brings: int, *arguments: Any) -> Any:
+        """Call an operation to which this rank brings so many bytes; count it, and name the rank that makes it fail."""
         self._require_open(operation)
-        with self.counters.count(operation, 0 if brings is None else brings.nbytes), _named_ranks(self._error):
-            yield
+        with self.counters.count(operation, brings):
+            try:
+                return getattr(self.native, operation)(*arguments)
+            except self._error as error:
+                rank, reason = error.args
+                raise RankFailed(rank, reason) from None
 
 
 @contextmanager
@@ -282,6 +267,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _contiguous(x: Array, writable: bool = False) -> Array:
     """The array, or a copy where it is read-only or has gaps. A tensor may be on the CPU only."""
     if isinstance(x, np.ndarray):
+        if x.flags.c_contiguous and (x.flags.writeable or not writable):
+            return x
         return np.require(x, requirements=["C", "W"] if writable else ["C"])
     if x.device.type != "cpu":
         raise ValueError(f"this group moves cpu tensors, not {x.device.type}")

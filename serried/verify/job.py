@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,7 @@ class VerifyJob:
             source.config.partition(config.weights)
             if world is not None:
                 check_world(config, world)
+        with_reference = with_reference and importlib.util.find_spec("torch") is not None
         _check_sabotage(source, configs, with_reference)
         allowed, of_reference = _tolerances(configs[0], tolerance)
         return cls(source, configs, ids, tokens, allowed, of_reference, with_reference, world)
