@@ -96,12 +96,12 @@ def _execute(words: list[str], name: str | None) -> int:
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for each, (_, summary) in COMMANDS.items():
         subparsers.add_parser(each, help=summary)
-    before = words if name is None else words[: words.index(name)]
     try:
-        if name is None or before:  # --help, --version, or something that is not an option of ours
-            _refuse(parser, parser.parse_known_args(words if name is None else before)[1])
+        if name is None or any(word in parser._option_string_actions for word in words[: words.index(name)]):
+            parser.parse_args(words)  # --help, --version, or no command at all
             return 0
-        return _command(name, words[1:])
+        at = words.index(name)
+        return _command(name, words[:at] + words[at + 1 :])
     except SystemExit:  # --help and --version have printed
         return 0
 

@@ -113,9 +113,7 @@ def test_a_batch_of_eight_in_chunks(engines: Engines, variant: str, chunk: int) 
 def test_any_batch_in_any_chunks(engines: Engines, lengths: list[int], chunk: int, variant: str) -> None:
     executor = engines.engines[variant]
     found = logits_of(executor, make_requests(executor, lengths, engines.vocab), chunk)
-    assert all(
-        same_bits(logits, alone(engines, length)) for length, logits in zip(lengths, found, strict=True)
-    )
+    assert all(same_bits(logits, alone(engines, length)) for length, logits in zip(lengths, found, strict=True))
 
 
 def test_other_prompts_give_other_bits(engines: Engines) -> None:

@@ -176,9 +176,7 @@ def test_1536_mlp_columns_on_5_ranks() -> None:
     assert split.mlp.sizes == [384, 256, 256, 384, 256]
 
 
-@pytest.mark.parametrize(
-    ("weights", "heads", "mlp"), [((2, 1), [11, 5], [2048, 1024]), ((3, 1), [12, 4], [2304, 768])]
-)
+@pytest.mark.parametrize(("weights", "heads", "mlp"), [((2, 1), [11, 5], [2048, 1024]), ((3, 1), [12, 4], [2304, 768])])
 def test_weights_set_the_proportion(weights: tuple[int, ...], heads: list[int], mlp: list[int]) -> None:
     split = ModelPartition(**QWEN3_06B, weights=weights)
     assert [split.q_heads(rank).size for rank in range(2)] == heads

@@ -55,9 +55,7 @@ def leaves_of(tree: Any) -> list[list[int]]:
 
 def expression(tree: Any, leaves: Any) -> Any:
     """Which sums the tree makes of the leaves: nested pairs of the leaves given."""
-    return (
-        next(leaves) if isinstance(tree, list) else (expression(tree[0], leaves), expression(tree[1], leaves))
-    )
+    return next(leaves) if isinstance(tree, list) else (expression(tree[0], leaves), expression(tree[1], leaves))
 
 
 def pair(a: Any, b: Any) -> Any:
@@ -194,9 +192,7 @@ def test_adding_in_rank_order_gives_other_bits(ranks: int) -> None:
 
 
 @given(splits(max_units=64), st.data())
-def test_any_corruption_of_a_plan_is_seen(
-    split: tuple[ReductionTree, list[Span]], data: st.DataObject
-) -> None:
+def test_any_corruption_of_a_plan_is_seen(split: tuple[ReductionTree, list[Span]], data: st.DataObject) -> None:
     """Whichever addition is left out, made twice or given another operand, other sums come out."""
     tree, parts = split
     adds = tree.adds(nodes := [node for part in parts for node in tree.cover(part)])
