@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 DEMO   := $(VENV)/.installed-demo
 TESTS  := $(VENV)/.installed-test
 LINT   := $(VENV)/.installed-lint
-PROMPT ?= Why do people split a large language model over several processors? Answer in two sentences.
+PROMPT ?= Explain in two sentences what a computer network is.
 
 .PHONY: demo test lint bench soak clean
 
@@ -26,7 +26,11 @@ lint: $(DEMO) $(TESTS) $(LINT)
 	$(BIN)/mypy
 
 bench: $(DEMO)
-	$(BIN)/python -m serried.bench.all
+	$(BIN)/serried bench membw
+	$(BIN)/serried bench allreduce
+	$(BIN)/serried bench kernels qwen3-0.6b
+	$(BIN)/serried bench decode qwen3-0.6b --load-format dummy --layouts 1x1,1x2,2x1
+	$(BIN)/serried bench prefill qwen3-0.6b --load-format dummy --layouts 1x1,1x2,2x1
 
 soak: $(DEMO) $(TESTS)
 	$(BIN)/python -m pytest -m soak --timeout 3600

@@ -137,10 +137,11 @@ void bind_program(nb::module_& m) {
       "k_norm"_a.none(), "eps"_a, "cos"_a, "sin"_a, "k_cache"_a, "v_cache"_a, "block_size"_a);
   nb::class_<Program>(m, "Program")
       .def("__init__",
-           [](Program* self, const KernelSet& kernels, Pool& pool, ShmComm* comm, int64_t tokens, int64_t rows) {
-             new (self) Program(*kernels.table, pool, comm, tokens, rows);
+           [](Program* self, const KernelSet& kernels, Pool& pool, ShmComm* comm, int64_t tokens, int64_t rows,
+              int64_t two_shot_from) {
+             new (self) Program(*kernels.table, pool, comm, tokens, rows, two_shot_from);
            },
-           "kernels"_a, "pool"_a, "comm"_a.none(), "max_tokens"_a, "max_logit_rows"_a, nb::keep_alive<1, 2>(),
+           "kernels"_a, "pool"_a, "comm"_a.none(), "max_tokens"_a, "max_logit_rows"_a, "two_shot_from"_a, nb::keep_alive<1, 2>(),
            nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
       .def("embed", &Program::embed)
       .def("norm", [](Program& p, int x, const Weight& w, float eps, const std::string& out) {

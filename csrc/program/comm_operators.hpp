@@ -69,8 +69,8 @@ struct EmbedOp final : Operator {
   }
 };
 
-// Folds the nodes of all ranks in the plan's order; then residual and norm, or (no weight) the fold alone.
-// One-shot: nodes go into slots as [node][token][column], so that all slots have one stride.
+// Folds the nodes of all ranks in the plan's order; then residual and norm, or (no residual) the fold alone. Nodes go
+// into slots as [node][token][column], so that all slots have one stride. Long messages go in pieces of a slot.
 struct ReduceOp final : Operator {
   int nodes, residual, y;
   Plan plan;
@@ -82,13 +82,14 @@ struct ReduceOp final : Operator {
   }
 
  private:
-  void fold(Program& p, const float* const* slots, int64_t stride, int64_t row, int64_t rows) {
+  void finish(Program& p, const ReduceAddNorm& how, const float* const* slots, int64_t stride, int64_t row,
+              int64_t rows) {
     const Buffer& out = p.buffer(y);
     if (residual < 0) {
-      p.k.fold(args, slots, stride, out.row<float>(row), out.stride, rows);
+      p.k.fold(how, slots, stride, out.row<float>(row), out.stride, rows);
     } else {
       const Buffer& r = p.buffer(residual);
-      p.k.reduce_add_norm(args, slots, stride, r.row<float>(row), r.stride, out.row<char>(row), out.dtype, out.stride,
+      p.k.reduce_add_norm(how, slots, stride, r.row<float>(row), r.stride, out.row<char>(row), out.dtype, out.stride,
                           rows);
     }
   }
@@ -98,7 +99,7 @@ struct ReduceOp final : Operator {
     over_rows(p.pool, rows, args.columns * args.count, [&](int64_t a, int64_t b) {
       const float* moved[kMaxSlots];
       for (int32_t s = 0; s < args.count; ++s) moved[s] = slots[s] + a * stride;
-      fold(p, moved, stride, first + a, b - a);
+      finish(p, args, moved, stride, first + a, b - a);
     });
   }
 
@@ -111,29 +112,63 @@ struct ReduceOp final : Operator {
   }
 
   void together(Program& p, const Step& step) {
-    const Buffer& in = p.buffer(nodes);
-    const int32_t own = plan.counts[static_cast<size_t>(p.rank())];
     const int32_t most = *std::max_element(plan.counts.begin(), plan.counts.end());
     const auto row = static_cast<size_t>(args.columns) * sizeof(float);
-    const auto piece = static_cast<int64_t>(std::max<size_t>(1, p.comm->slot_bytes() / (row * static_cast<size_t>(most))));
-    const int64_t width = own ? in.stride / own : 0;
+    const auto piece = static_cast<int64_t>(p.comm->slot_bytes() / (row * static_cast<size_t>(most)));
     for (int64_t first = 0; first < step.token_count; first += piece) {
       const int64_t rows = std::min<int64_t>(piece, step.token_count - first);
+      const bool two_shot = static_cast<int64_t>(row) * rows * most >= p.two_shot_from;
       exchange(
-          p, Op::kReduceNodes, row * static_cast<size_t>(rows * own),
-          [&](char* slot) {
-            for (int32_t n = 0; n < own; ++n)
-              for (int64_t r = 0; r < rows; ++r)
-                std::memcpy(slot + (static_cast<size_t>(n * rows + r)) * row, in.row<float>(first + r) + n * width, row);
-          },
+          p, Op::kReduceNodes, row * static_cast<size_t>(rows * own(p)),
+          [&](char* slot) { bring(p, slot, first, rows); },
           [&] {
             const float* slots[kMaxSlots];
             int32_t s = 0;
             for (int rank = 0; rank < p.ranks(); ++rank)
               for (int32_t n = 0; n < plan.counts[static_cast<size_t>(rank)]; ++n)
                 slots[s++] = static_cast<const float*>(p.comm->peer(rank)) + n * rows * args.columns;
-            fold_all(p, slots, args.columns, first, rows);
+            two_shot ? share_fold(p, slots, first, rows) : fold_all(p, slots, args.columns, first, rows);
           });
+    }
+  }
+
+  int32_t own(const Program& p) const { return plan.counts[static_cast<size_t>(p.rank())]; }
+
+  // This rank's nodes of some rows, node by node.
+  void bring(Program& p, char* slot, int64_t first, int64_t rows) {
+    const Buffer& in = p.buffer(nodes);
+    const auto row = static_cast<size_t>(args.columns) * sizeof(float);
+    const int64_t width = own(p) ? in.stride / own(p) : 0;
+    over_rows(p.pool, rows, args.columns * own(p), [&](int64_t a, int64_t b) {
+      for (int32_t n = 0; n < own(p); ++n)
+        for (int64_t r = a; r < b; ++r)
+          std::memcpy(slot + static_cast<size_t>(n * rows + r) * row, in.row<float>(first + r) + n * width, row);
+    });
+  }
+
+  // The second shot: each rank folds a share of the rows (the bias goes in there) and everybody takes all shares. The
+  // same additions in the same order as in one shot.
+  void share_fold(Program& p, const float* const* slots, int64_t first, int64_t rows) {
+    const int64_t columns = args.columns;
+    const auto part = [&](int rank) { return share(rows, rank, p.ranks()); };
+    const auto [begin, end] = part(p.rank());
+    auto* mine = static_cast<float*>(p.comm->next());
+    over_rows(p.pool, end - begin, columns * args.count, [&, start = begin](int64_t a, int64_t b) {
+      const float* moved[kMaxSlots];
+      for (int32_t s = 0; s < args.count; ++s) moved[s] = slots[s] + (start + a) * columns;
+      p.k.fold(args, moved, columns, mine + a * columns, columns, b - a);
+    });
+    p.comm->post();
+    p.comm->wait();
+    ReduceAddNorm whole = args;  // nothing left to add but the residual
+    whole.add_count = 0, whole.count = 1, whole.result = 0, whole.bias = nullptr;
+    for (int rank = 0; rank < p.ranks(); ++rank) {
+      const auto [from, to] = part(rank);
+      const auto* folded = static_cast<const float*>(p.comm->peer(rank));
+      over_rows(p.pool, to - from, columns, [&, start = from](int64_t a, int64_t b) {
+        const float* slot = folded + a * columns;
+        finish(p, whole, &slot, columns, first + start + a, b - a);
+      });
     }
   }
 

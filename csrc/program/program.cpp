@@ -1,5 +1,6 @@
 #include "program/program.hpp"
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 #if defined(__x86_64__)
@@ -35,8 +36,14 @@ class FloatingPointMode {
 
 }  // namespace
 
-Program::Program(const Kernels& kernels, Pool& pool, ShmComm* comm, int64_t max_tokens, int64_t max_logit_rows)
-    : k(kernels), pool(pool), comm(comm), max_tokens_(max_tokens), max_logit_rows_(max_logit_rows) {}
+Program::Program(const Kernels& kernels, Pool& pool, ShmComm* comm, int64_t max_tokens, int64_t max_logit_rows,
+                 int64_t two_shot_from)
+    : k(kernels),
+      pool(pool),
+      comm(comm),
+      two_shot_from(two_shot_from),
+      max_tokens_(max_tokens),
+      max_logit_rows_(max_logit_rows) {}
 
 int Program::make(Dtype dtype, int64_t columns, bool logit_rows) {
   Buffer buffer{};
@@ -104,8 +111,15 @@ int Program::linear_nodes(int x, const Weight& weight, const Plan& plan) {
 
 namespace {
 
-ReduceOp reduction(int nodes, const Plan& plan, const Weight* bias, int64_t columns) {
+// What a rank brings of one token must fit a slot.
+void check_slot(const ShmComm* comm, int64_t floats) {
+  if (comm && static_cast<size_t>(floats) * sizeof(float) > comm->slot_bytes())
+    throw std::invalid_argument("one token's partial sums do not fit a slot of the shared segment");
+}
+
+ReduceOp reduction(const ShmComm* comm, int nodes, const Plan& plan, const Weight* bias, int64_t columns) {
   if (plan.total() > ReduceOp::kMaxSlots) throw std::invalid_argument("a reduction of more than 128 nodes");
+  check_slot(comm, columns * *std::max_element(plan.counts.begin(), plan.counts.end()));
   ReduceOp op;
   op.nodes = nodes, op.residual = -1, op.plan = plan;
   op.args = ReduceAddNorm{};
@@ -120,7 +134,7 @@ ReduceOp reduction(int nodes, const Plan& plan, const Weight* bias, int64_t colu
 }  // namespace
 
 int Program::reduce(int nodes, const Plan& plan, const Weight* bias, int64_t columns) {
-  ReduceOp op = reduction(nodes, plan, bias, columns);
+  ReduceOp op = reduction(comm, nodes, plan, bias, columns);
   const int y = op.y = make(Dtype::kFloat32, columns, false);
   record({nodes, y}, std::move(op));
   return y;
@@ -129,7 +143,7 @@ int Program::reduce(int nodes, const Plan& plan, const Weight* bias, int64_t col
 int Program::reduce_add_norm(int nodes, const Plan& plan, const Weight* bias, int residual, const Weight& weight,
                              float eps, Dtype out) {
   const int64_t columns = buffer(residual).columns;
-  ReduceOp op = reduction(nodes, plan, bias, columns);
+  ReduceOp op = reduction(comm, nodes, plan, bias, columns);
   op.residual = residual, op.args.weight = static_cast<const float*>(weight.data), op.args.eps = eps;
   const int y = op.y = make(out, columns, false);
   record({nodes, residual, y}, std::move(op));

@@ -64,7 +64,9 @@ class Operator {
 
 class Program {
  public:
-  Program(const Kernels& kernels, Pool& pool, ShmComm* comm, int64_t max_tokens, int64_t max_logit_rows);
+  // two_shot_from: bytes (of the rank with most) from which a reduction goes in two shots.
+  Program(const Kernels& kernels, Pool& pool, ShmComm* comm, int64_t max_tokens, int64_t max_logit_rows,
+          int64_t two_shot_from);
 
   // Recording: each makes an operator and gives the number of the buffer that it writes.
   int embed(const Weight& weight, const std::vector<int32_t>& edges);
@@ -92,6 +94,7 @@ class Program {
   const Kernels& k;
   Pool& pool;
   ShmComm* comm;
+  const int64_t two_shot_from;
   Buffer& buffer(int index) { return buffers_[static_cast<size_t>(index)]; }
   int rank() const { return comm ? comm->rank() : 0; }
   int ranks() const { return comm ? comm->size() : 1; }

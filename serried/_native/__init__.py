@@ -9,6 +9,8 @@ from typing import Any
 from serried.config import forced_isa
 from serried.errors import InputError
 
+ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")  # the plainest first
+
 core: Any = None
 _why_not: ImportError | None = None
 try:
@@ -36,6 +38,11 @@ def choose_isa(wanted: str | None = None) -> str:
     if wanted not in built:
         raise InputError(f"SERRIED_ISA {wanted}: this CPU and build can run {', '.join(built)}")
     return wanted
+
+
+def isa_level(isa: str) -> int:
+    """How far an instruction set is from the plainest: what ranks compare to agree on one that all of them have."""
+    return ISAS.index(isa)
 
 
 def open_kernels(wanted: str | None = None) -> Any:

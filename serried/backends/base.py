@@ -89,6 +89,7 @@ class Backend(Protocol):
 
     name: str
     dtype: str
+    isa: str  # the instruction set of its kernels: results are exact within one
 
     def destination(self, shape: tuple[int, ...], kind: Kind) -> Destination:
         """Room for a parameter of this rank: `linear` and `embedding` in the backend's dtype, `vector` in float32."""

@@ -19,6 +19,7 @@ from serried.parallel.reduction import ReductionPlan, Span
 from serried.weights.checkpoint import Array
 from serried.weights.spec import Kind, Parameter
 
+NEVER = 1 << 62  # bytes
 TILE = 64  # outputs of a weight tile
 PAD = 32  # a leaf's columns begin at a multiple of this
 
@@ -76,6 +77,7 @@ class NativeBackend:
         self.dtype = dtype
         self.comm = comm
         self.kernels = open_kernels(isa)
+        self.isa: str = self.kernels.isa
         self._store = core.Store(self.kernels)
         self._pool = core.Pool(threads, list(cpus), self.kernels)
         self._max_tokens = max_tokens
@@ -102,7 +104,8 @@ class NativeBackend:
 
     def compile(self, forward: Callable[[Backend], Any]) -> NativeProgram:
         native = getattr(self.comm, "native", None)
-        self._program = core.Program(self.kernels, self._pool, native, self._max_tokens, self._max_tokens)
+        budget = self._max_tokens
+        self._program = core.Program(self.kernels, self._pool, native, budget, budget, self._two_shot_from())
         forward(self)
         self._program.finish()
         return NativeProgram(self._program, self.comm, self._own_vocab, dict(self._reductions))
@@ -176,6 +179,16 @@ class NativeBackend:
     def logits(self, x: int, weight: Parameter) -> None:
         self._program.logits(x, weight.value)
         self._own_vocab = weight.shape[0]
+
+    def _two_shot_from(self) -> int:
+        """The bytes from which a reduction goes in two shots: by the group's table, unless the user has decided."""
+        comm: Any = self.comm
+        if comm.size == 1 or comm.algorithm == "one-shot":
+            return NEVER
+        if comm.algorithm == "two-shot":
+            return 0
+        threshold = comm.table.two_shot_from("reduce_nodes", comm.size)
+        return NEVER if threshold is None else int(threshold)
 
     def _rounded(self, x: int) -> int:
         """x in the dtype of the weights."""

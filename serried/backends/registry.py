@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
+
+import numpy as np
 
 from serried import _native
 from serried.backends.base import Backend
@@ -43,4 +46,11 @@ def create_backend(config: EngineConfig, comm: Communicator) -> Backend:
     from serried.backends.native import NativeBackend
 
     cpus = cores_of_rank(comm.rank, comm.size, config.threads)
-    return NativeBackend(config.dtype, config.threads, comm, config.max_num_batched_tokens, cpus)
+    return NativeBackend(config.dtype, config.threads, comm, config.max_num_batched_tokens, cpus, agreed_isa(comm))
+
+
+def agreed_isa(comm: Communicator) -> str:
+    """The best instruction set that every rank has: results are exact within one set."""
+    mine = _native.isa_level(_native.choose_isa())
+    levels: Any = comm.all_gather(np.array([mine], np.int32), [1] * comm.size)
+    return _native.ISAS[int(min(levels))]

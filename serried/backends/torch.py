@@ -110,6 +110,7 @@ class TorchBackend:
     """
 
     name = "torch"
+    isa = "torch"
 
     def __init__(self, dtype: str, device: str = "cpu", threads: int | None = None) -> None:
         self.dtype = dtype

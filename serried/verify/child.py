@@ -42,6 +42,7 @@ class Message(msgspec.Struct, omit_defaults=True):
     all_reduces: int = 0
     bytes: int = 0
     tokens: list[int] = []
+    isa: str = ""
 
 
 def run_in_child(config: EngineConfig, prompt: Sequence[int], tokens: int) -> RunResult:
@@ -72,6 +73,7 @@ def run_in_child(config: EngineConfig, prompt: Sequence[int], tokens: int) -> Ru
         message.bytes,
         message.tokens,
         logits.reshape(rows, -1),
+        message.isa,
     )
 
 
@@ -103,6 +105,7 @@ def main() -> None:
                 all_reduces=result.all_reduces_prefill,
                 bytes=result.collective_bytes_prefill,
                 tokens=result.tokens,
+                isa=result.isa,
             )
             link.send(result.logits.tobytes())
 

@@ -30,6 +30,7 @@ class Report:
         return {
             "model": self.model,
             "backend": self.config.backend,
+            "isa": self.comparisons[0].run.isa,
             "dtype": self.config.dtype,
             "prompt_ids": list(self.prompt),
             "tolerance": self.tolerance,
@@ -47,7 +48,7 @@ def print_report(report: Report) -> None:
     from rich.table import Table
 
     console = Console()
-    title = f"{report.model}, {report.config.dtype}, {report.config.backend}"
+    title = f"{report.model}, {report.config.dtype}, {report.config.backend} ({report.comparisons[0].run.isa})"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
     for heading in ("tp", "rank", "params", "q", "kv", "MiB", "reduces", "diff", "bits", "tokens", "to ref"):
         table.add_column(heading, justify="right", no_wrap=True)

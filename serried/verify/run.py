@@ -31,6 +31,7 @@ class RunResult:
     collective_bytes_prefill: int
     tokens: list[int]
     logits: npt.NDArray[np.float32]
+    isa: str
 
 
 def run_greedy(executor: Executor, prompt: Sequence[int], count: int) -> RunResult:
@@ -58,4 +59,5 @@ def run_greedy(executor: Executor, prompt: Sequence[int], count: int) -> RunResu
         collective_bytes_prefill=moved,
         tokens=request.output,
         logits=np.concatenate(rows),
+        isa=executor.worker.backend.isa,
     )
