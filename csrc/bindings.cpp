@@ -26,6 +26,8 @@ namespace {
 
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Doubles = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Longs = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Logits = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // One instruction set's kernels, opened from their own shared object, which stays open.
@@ -179,7 +181,34 @@ void bind_program(nb::module_& m) {
       .def("reset_times", [](Program& p) { p.times = Times{}; });
 }
 
+// For each row: the index of the largest logit (temperature 0), or of the largest noisy one, and its value. Rows are
+// shared among the pool's threads.
+void pick(const KernelSet& k, Pool& pool, Logits logits, int64_t own, int64_t first, Doubles temperatures,
+          nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig> seeds, Ints positions, Longs indices, Doubles scores) {
+  const auto rows = static_cast<int64_t>(temperatures.size()), stride = static_cast<int64_t>(logits.shape(1));
+  const float* data = logits.data();
+  const double* t = temperatures.data();
+  const uint64_t* seed = seeds.data();
+  const int32_t* position = positions.data();
+  int64_t* index = indices.data();
+  double* score = scores.data();
+  nb::gil_scoped_release release;
+  pool.run([&](int thread, int threads) {
+    for (auto [row, end] = share(rows, thread, threads); row < end; ++row) {
+      if (t[row] > 0) {
+        k.table->gumbel_argmax(data + row * stride, own, first, t[row], seed[row],
+                               static_cast<uint32_t>(position[row]), index + row, score + row);
+        continue;
+      }
+      float value = 0;
+      k.table->argmax(data + row * stride, own, index + row, &value);
+      score[row] = value;
+    }
+  });
+}
+
 void bind_bench(nb::module_& m) {
+  m.def("pick", &pick);
   m.def("read_seconds", [](const KernelSet& k, Pool& pool, uintptr_t data, size_t bytes) {
     nb::gil_scoped_release release;
     return read_seconds(*k.table, pool, reinterpret_cast<const void*>(data), bytes);

@@ -87,7 +87,7 @@ SPECS: dict[str, Spec] = {
     "llama-shards": Spec(shard="40KB"),
     "llama-bf16": Spec(dtype="bfloat16", config={"tie_word_embeddings": True}),
     "llama-uneven": Spec(config=_heads(9, 3, 32, hidden_size=96, intermediate_size=416, vocab_size=333)),
-    "qwen3-uneven": Spec("qwen3", _heads(6, 2, 32, intermediate_size=300, vocab_size=200, tie_word_embeddings=True)),
+    "qwen3-uneven": Spec("qwen3", _heads(6, 2, 32, intermediate_size=300, vocab_size=329, tie_word_embeddings=True)),
     "qwen3-tied": Spec("qwen3", _heads(4, 2, 24, tie_word_embeddings=True)),
     "qwen3-untied": Spec("qwen3", _heads(6, 1, 16, vocab_size=333, intermediate_size=129)),
     "qwen3-mha": Spec("qwen3", _heads(3, 3, 32, hidden_size=80, rope_parameters=LLAMA3)),

@@ -126,6 +126,9 @@ using AttendFn = void (*)(const Attention&, const Sequence&, const int32_t* posi
 using ArgmaxFn = void (*)(const float* logits, int64_t n, int64_t* index, float* value);
 // sum of exp(x - max) over each leaf of 64 entries (the last may be short): out [ceil(n / 64)].
 using ExpSumFn = void (*)(const float* logits, int64_t n, float max, float* out);
+// The largest of logits[i] / temperature + noise, and where; noise of token first_id + i: see sampling.hpp.
+using GumbelArgmaxFn = void (*)(const float* logits, int64_t n, int64_t first_id, double temperature, uint64_t seed,
+                                uint32_t position, int64_t* index, double* score);
 // out[i] += in[i] (ring, plain sums).
 using AddFn = void (*)(float* out, const float* in, int64_t n);
 // Reads n bytes (a multiple of 256) as fast as it can; returns something that depends on them.
@@ -151,6 +154,7 @@ struct Kernels {
   int64_t (*attend_scratch)(const Attention&);
   ArgmaxFn argmax;
   ExpSumFn exp_sum;
+  GumbelArgmaxFn gumbel_argmax;
   AddFn add;
   ReadFn read;
   MultiplyFn multiply;

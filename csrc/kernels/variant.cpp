@@ -3,6 +3,7 @@
 #include "attention.hpp"
 #include "linear.hpp"
 #include "pointwise.hpp"
+#include "sampling.hpp"
 
 namespace serried {
 namespace {
@@ -10,7 +11,7 @@ namespace {
 constexpr Kernels kKernels = {
     SERRIED_ISA_NAME, begin_thread, linear_bf16, linear_f32, pack,       unpack_row, norm,   reduce_add_norm,
     fold,             gated,        activate,    round_rows, rope_write, attend,     attend_scratch,
-    argmax,           exp_sum,      add,         read_bytes, multiply,
+    argmax,           exp_sum, gumbel_argmax,     add,         read_bytes, multiply,
 };
 
 }  // namespace

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from serried.backends.step import StepInput
+from serried.backends.step import Int32, StepInput
 from serried.kv.cache import CacheShape
 from serried.parallel.comm import Communicator
 from serried.parallel.reduction import ReductionPlan, Span
@@ -23,6 +23,10 @@ from serried.weights.checkpoint import Array
 from serried.weights.spec import Kind, Parameter
 
 Handle = Any
+Logits = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+UInt64 = npt.NDArray[np.uint64]
+Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,16 @@ class Program(Protocol):
 
     def run(self, step: StepInput) -> npt.NDArray[np.float32]:
         """Run one step: this rank's part of the logits, float32 [Q, own vocabulary]."""
+        ...
+
+    def pick(
+        self, logits: Logits, first: int, temperatures: Float64, seeds: UInt64, positions: Int32
+    ) -> tuple[Int64, Float64]:
+        """For each row the place of the largest logit / temperature + Gumbel noise (0: of the largest logit), and it.
+
+        logits: what `run` gave (or some of its rows), of the token ids from `first` on. Noise: see philox.py. Ties go
+        to the lowest place.
+        """
         ...
 
 

@@ -10,8 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from serried._native import core, open_kernels
-from serried.backends.base import AttentionSpec, Backend, Partial, RopeTable
-from serried.backends.step import StepInput
+from serried.backends.base import (
+    AttentionSpec,
+    Backend,
+    Float64,
+    Int64,
+    Logits,
+    Partial,
+    RopeTable,
+    UInt64,
+)
+from serried.backends.step import Int32, StepInput
 from serried.errors import RankFailed
 from serried.kv.cache import CacheShape
 from serried.parallel.comm import Communicator
@@ -79,7 +88,7 @@ class NativeBackend:
         self.kernels = open_kernels(isa)
         self.isa: str = self.kernels.isa
         self._store = core.Store(self.kernels)
-        self._pool = core.Pool(threads, list(cpus), self.kernels)
+        self.pool = core.Pool(threads, list(cpus), self.kernels)
         self._max_tokens = max_tokens
         self._program: Any = None
         self._own_vocab = 0
@@ -105,10 +114,10 @@ class NativeBackend:
     def compile(self, forward: Callable[[Backend], Any]) -> NativeProgram:
         native = getattr(self.comm, "native", None)
         budget = self._max_tokens
-        self._program = core.Program(self.kernels, self._pool, native, budget, budget, self._two_shot_from())
+        self._program = core.Program(self.kernels, self.pool, native, budget, budget, self._two_shot_from())
         forward(self)
         self._program.finish()
-        return NativeProgram(self._program, self.comm, self._own_vocab, dict(self._reductions))
+        return NativeProgram(self, self._program, self._own_vocab, dict(self._reductions))
 
     # The operators
 
@@ -209,9 +218,10 @@ class NativeBackend:
 class NativeProgram:
     """A recorded forward. `reductions`: the all-reduces of a step, by operation, for the group's counters."""
 
-    def __init__(self, program: Any, comm: Communicator, own_vocab: int, reductions: Mapping[str, int]) -> None:
+    def __init__(self, backend: NativeBackend, program: Any, own_vocab: int, reductions: Mapping[str, int]) -> None:
         self.native = program
-        self._comm = comm
+        self._backend = backend
+        self._comm = backend.comm
         self._own_vocab = own_vocab
         self._reductions = reductions
 
@@ -225,6 +235,20 @@ class NativeProgram:
             raise RankFailed(*error.args) from None
         self._count(before)
         return logits[:, : self._own_vocab]
+
+    def pick(
+        self, logits: Logits, first: int, temperatures: Float64, seeds: UInt64, positions: Int32
+    ) -> tuple[Int64, Float64]:
+        rows, own = logits.shape
+        places, scores = np.empty(rows, np.int64), np.empty(rows, np.float64)
+        if rows == 0 or own == 0:
+            return places, scores
+        # `run` gives the front of rows of whole tiles; anything else is laid out anew.
+        base = logits.base if isinstance(logits.base, np.ndarray) and logits.base.shape[0] == rows else None
+        whole = np.ascontiguousarray(logits) if base is None else base
+        backend = self._backend
+        core.pick(backend.kernels, backend.pool, whole, own, first, temperatures, seeds, positions, places, scores)
+        return places, scores
 
     def _timings(self) -> dict[str, tuple[int, float]]:
         timings = getattr(self._comm, "timings", None)

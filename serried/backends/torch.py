@@ -12,7 +12,17 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from serried.backends.base import AttentionSpec, Backend, Partial, RopeTable
+from serried.backends.base import (
+    AttentionSpec,
+    Backend,
+    Float64,
+    Int64,
+    Logits,
+    Partial,
+    RopeTable,
+    UInt64,
+)
+from serried.backends.philox import pick_rows
 from serried.backends.step import Int32, StepInput
 from serried.errors import InputError
 from serried.kv.cache import CacheShape
@@ -238,6 +248,11 @@ class _TorchProgram:
     def run(self, step: StepInput) -> npt.NDArray[np.float32]:
         logits: npt.NDArray[np.float32] = self.backend.run(self.forward, step).cpu().numpy()
         return logits
+
+    def pick(
+        self, logits: Logits, first: int, temperatures: Float64, seeds: UInt64, positions: Int32
+    ) -> tuple[Int64, Float64]:
+        return pick_rows(logits, first, temperatures, seeds, positions)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

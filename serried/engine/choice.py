@@ -7,22 +7,25 @@ from typing import Any
 
 import numpy as np
 
-from serried.engine.sampler import Logits, Offer, Want, decide, make_offer
+from serried.backends.base import Program
+from serried.engine.sampler import Logits, Offer, Want, columns, decide, make_offer
 from serried.parallel.comm import Communicator
 
 MORE = 8  # times as many candidates in the next round
 
 
-def choose_tokens(own: Logits, first: int, wants: Sequence[Want], comm: Communicator) -> list[int] | None:
+def choose_tokens(
+    program: Program, own: Logits, first: int, wants: Sequence[Want], comm: Communicator
+) -> list[int] | None:
     """The tokens of all rows on rank 0, None on the others.
 
-    own: float32 [Q, own vocabulary], of the ids from `first` on. One gather, and one more round (a word from rank 0,
-    a gather) each time that top_p needs more candidates than the ranks have offered.
+    own: float32 [Q, own vocabulary] that the program gave, of the ids from `first` on. One gather, and one more round
+    (a word from rank 0, a gather) each time that top_p needs more candidates than the ranks have offered.
     """
     factor = 1
     open_ended = any(want.top_p < 1 and want.top_k == 0 for want in wants)
     while True:
-        offers = [make_offer(own[row], first, want, want.candidates * factor) for row, want in enumerate(wants)]
+        offers = make_offers(program, own, first, wants, factor)
         by_rank = gather_offers(offers, comm)
         tokens = None
         if by_rank is not None:
@@ -34,6 +37,20 @@ def choose_tokens(own: Logits, first: int, wants: Sequence[Want], comm: Communic
         if word[0]:
             return _complete(tokens)
         factor *= MORE
+
+
+def make_offers(program: Program, own: Logits, first: int, wants: Sequence[Want], factor: int) -> list[Offer]:
+    """This rank's offers; where one candidate will do, the backend picks it, for all rows at once."""
+    if own.shape[1] == 0 or not any(want.single for want in wants):
+        return [make_offer(own[row], first, want, want.candidates * factor) for row, want in enumerate(wants)]
+    nothing = np.empty(0, np.float64)
+    places, scores = program.pick(own, first, *columns(wants))
+    return [
+        Offer(own.shape[1], places[row : row + 1] + first, scores[row : row + 1], nothing, nothing)
+        if want.single
+        else make_offer(own[row], first, want, want.candidates * factor)
+        for row, want in enumerate(wants)
+    ]
 
 
 def gather_offers(offers: Sequence[Offer], comm: Communicator) -> list[list[Offer]] | None:

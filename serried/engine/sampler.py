@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from serried.engine.philox import gumbel_noise
+from serried.backends.philox import gumbel_noise, pick_rows
 from serried.engine.request import Request
 
 Float64 = npt.NDArray[np.float64]
@@ -44,11 +44,19 @@ class Want:
         return cls(p.temperature, max(p.top_k, 0), p.top_p, request.seed, request.length)
 
     @property
+    def single(self) -> bool:
+        """Whether one candidate of each rank is enough."""
+        return self.temperature == 0 or (self.top_k == 0 and self.top_p == 1)
+
+    @property
     def candidates(self) -> int:
         """How many candidates a rank offers at first."""
-        if self.temperature == 0 or (self.top_k == 0 and self.top_p == 1):
-            return 1
-        return self.top_k or FIRST_CANDIDATES
+        return 1 if self.single else self.top_k or FIRST_CANDIDATES
+
+    @property
+    def divisor(self) -> float:
+        """The temperature; a denormal one would give infinities."""
+        return max(self.temperature, 1e-200) if self.temperature else 0.0
 
 
 @dataclass(frozen=True)
@@ -107,19 +115,24 @@ def unpack_wants(flat: npt.NDArray[np.int32]) -> list[Want]:
     ]
 
 
+def columns(wants: Sequence[Want]) -> tuple[Float64, npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
+    """Temperatures, seeds and positions, as a backend's `pick` takes them."""
+    return (
+        np.array([want.divisor for want in wants], np.float64),
+        np.array([want.seed for want in wants], np.uint64),
+        np.array([want.position for want in wants], np.int32),
+    )
+
+
 def make_offer(logits: Logits, first: int, want: Want, count: int) -> Offer:
     """A rank's offer for one row: float32 logits of the ids from `first` on, at most `count` candidates."""
     nothing = np.empty(0, np.float64)
     if logits.size == 0:
         return Offer(0, np.empty(0, np.int64), nothing, nothing, nothing)
-    if want.temperature == 0:
-        at = np.array([np.argmax(logits)])
-        return Offer(logits.size, at + first, logits[at].astype(np.float64), nothing, nothing)
-    scaled = logits.astype(np.float64) / max(want.temperature, 1e-200)  # a denormal would give infinities
-    if want.top_k == 0 and want.top_p == 1:
-        scaled += gumbel_noise(want.seed, want.position, np.arange(first, first + logits.size))
-        at = np.array([np.argmax(scaled)])
-        return Offer(logits.size, at + first, scaled[at], nothing, nothing)
+    if want.single:
+        places, scores = pick_rows(logits[None], first, *columns([want]))
+        return Offer(logits.size, places + first, scores, nothing, nothing)
+    scaled = logits.astype(np.float64) / want.divisor
     at = best(scaled, count)
     leaves = _leaf_sums(scaled) if want.top_p < 1 and want.top_k == 0 else (nothing, nothing)
     return Offer(logits.size, at + first, scaled[at], *leaves)
@@ -131,7 +144,7 @@ def decide(want: Want, offers: Sequence[Offer]) -> int | None:
     scores = np.concatenate([offer.scores for offer in offers])
     order = np.lexsort((ids, -scores))
     ids, scores = ids[order], scores[order]
-    if want.candidates == 1 and want.top_k != 1:
+    if want.single:
         return int(ids[0])
     if want.top_k:
         ids, scores = ids[: want.top_k], scores[: want.top_k]

@@ -78,7 +78,7 @@ class Worker:
         if step.sampling.size == 0:
             logits = self.model.lm_head.gather(np.ascontiguousarray(own))
             return None if logits is None else StepOutput(logits=logits)
-        tokens = choose_tokens(own, self.model.lm_head.span.start, unpack_wants(step.sampling), self.comm)
+        tokens = choose_tokens(self.program, own, self.model.lm_head.span.start, unpack_wants(step.sampling), self.comm)
         return None if tokens is None else StepOutput(tokens=tokens)
 
     @property

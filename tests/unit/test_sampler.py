@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serried.backends.philox import gumbel_noise, philox4x32
 from serried.engine.choice import MORE
-from serried.engine.philox import gumbel_noise, philox4x32
 from serried.engine.request import Request
 from serried.engine.sampler import LEAF, Offer, Want, best, decide, make_offer, pack_wants, unpack_wants
 from serried.errors import InputError

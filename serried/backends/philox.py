@@ -30,6 +30,25 @@ def philox4x32(key: int, counter: tuple[npt.NDArray[np.uint64], int, int, int]) 
     return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
 
 
+def pick_rows(
+    logits: npt.NDArray[np.float32],
+    first: int,
+    temperatures: npt.NDArray[np.float64],
+    seeds: npt.NDArray[np.uint64],
+    positions: npt.NDArray[np.int32],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """For each row the place of the largest logit / temperature + noise (0: of the largest logit), and that value."""
+    places, scores = np.zeros(len(logits), np.int64), np.zeros(len(logits), np.float64)
+    for row, values in enumerate(logits):
+        noisy = values.astype(np.float64)
+        if temperatures[row] > 0:
+            ids = np.arange(first, first + values.size)
+            noisy = noisy / temperatures[row] + gumbel_noise(int(seeds[row]), int(positions[row]), ids)
+        places[row] = np.argmax(noisy)
+        scores[row] = noisy[places[row]]
+    return places, scores
+
+
 def gumbel_noise(seed: int, position: int, ids: npt.NDArray[np.int64], sample: int = 0) -> npt.NDArray[np.float64]:
     """Gumbel noise of a request's token choice: a function of (seed, sample, position, token id) alone.
 
