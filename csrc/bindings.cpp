@@ -118,6 +118,42 @@ Attention attention_of(int query_heads, int kv_heads, int head_dim, float scale,
           reinterpret_cast<void*>(k_cache), reinterpret_cast<void*>(v_cache), block_size};
 }
 
+// For each row: the index of the largest logit (temperature 0), or of the largest noisy one, and its value. Rows are
+// shared among the pool's threads.
+void pick(Program& p, Logits logits, int64_t own, int64_t first, Doubles temperatures,
+          nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig> seeds, Ints positions, Longs indices, Doubles scores) {
+  const auto rows = static_cast<int64_t>(temperatures.size()), stride = static_cast<int64_t>(logits.shape(1));
+  const float* data = logits.data();
+  const double* t = temperatures.data();
+  const uint64_t* seed = seeds.data();
+  const int32_t* position = positions.data();
+  int64_t* index = indices.data();
+  double* score = scores.data();
+  nb::gil_scoped_release release;
+  const int64_t start = now_ns();
+  const auto some = [&](int64_t row, int64_t end) {
+    for (; row < end; ++row) {
+      if (t[row] > 0) {
+        p.k.gumbel_argmax(data + row * stride, own, first, t[row], seed[row],
+                               static_cast<uint32_t>(position[row]), index + row, score + row);
+        continue;
+      }
+      float value = 0;
+      p.k.argmax(data + row * stride, own, index + row, &value);
+      score[row] = value;
+    }
+  };
+  if (rows == 1) {
+    some(0, 1);  // not worth another thread's waking
+  } else {
+    p.pool.run([&](int thread, int threads) {
+      const auto [begin, end] = share(rows, thread, threads);
+      some(begin, end);
+    });
+  }
+  p.times.total += now_ns() - start;
+}
+
 void bind_program(nb::module_& m) {
   nb::class_<Plan>(m, "Plan")
       .def("__init__",
@@ -174,6 +210,7 @@ void bind_program(nb::module_& m) {
         nb::gil_scoped_release release;
         p.run(step);
       })
+      .def("pick", &pick)
       .def("times", [](Program& p) {
         const Times t = p.times;
         return std::vector<int64_t>{t.steps, t.total, t.wait, t.exchange};
@@ -181,34 +218,8 @@ void bind_program(nb::module_& m) {
       .def("reset_times", [](Program& p) { p.times = Times{}; });
 }
 
-// For each row: the index of the largest logit (temperature 0), or of the largest noisy one, and its value. Rows are
-// shared among the pool's threads.
-void pick(const KernelSet& k, Pool& pool, Logits logits, int64_t own, int64_t first, Doubles temperatures,
-          nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig> seeds, Ints positions, Longs indices, Doubles scores) {
-  const auto rows = static_cast<int64_t>(temperatures.size()), stride = static_cast<int64_t>(logits.shape(1));
-  const float* data = logits.data();
-  const double* t = temperatures.data();
-  const uint64_t* seed = seeds.data();
-  const int32_t* position = positions.data();
-  int64_t* index = indices.data();
-  double* score = scores.data();
-  nb::gil_scoped_release release;
-  pool.run([&](int thread, int threads) {
-    for (auto [row, end] = share(rows, thread, threads); row < end; ++row) {
-      if (t[row] > 0) {
-        k.table->gumbel_argmax(data + row * stride, own, first, t[row], seed[row],
-                               static_cast<uint32_t>(position[row]), index + row, score + row);
-        continue;
-      }
-      float value = 0;
-      k.table->argmax(data + row * stride, own, index + row, &value);
-      score[row] = value;
-    }
-  });
-}
-
 void bind_bench(nb::module_& m) {
-  m.def("pick", &pick);
+
   m.def("read_seconds", [](const KernelSet& k, Pool& pool, uintptr_t data, size_t bytes) {
     nb::gil_scoped_release release;
     return read_seconds(*k.table, pool, reinterpret_cast<const void*>(data), bytes);

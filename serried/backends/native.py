@@ -117,7 +117,7 @@ class NativeBackend:
         self._program = core.Program(self.kernels, self.pool, native, budget, budget, self._two_shot_from())
         forward(self)
         self._program.finish()
-        return NativeProgram(self, self._program, self._own_vocab, dict(self._reductions))
+        return NativeProgram(self._program, self.comm, self._own_vocab, dict(self._reductions))
 
     # The operators
 
@@ -218,10 +218,9 @@ class NativeBackend:
 class NativeProgram:
     """A recorded forward. `reductions`: the all-reduces of a step, by operation, for the group's counters."""
 
-    def __init__(self, backend: NativeBackend, program: Any, own_vocab: int, reductions: Mapping[str, int]) -> None:
+    def __init__(self, program: Any, comm: Communicator, own_vocab: int, reductions: Mapping[str, int]) -> None:
         self.native = program
-        self._backend = backend
-        self._comm = backend.comm
+        self._comm = comm
         self._own_vocab = own_vocab
         self._reductions = reductions
 
@@ -246,8 +245,7 @@ class NativeProgram:
         # `run` gives the front of rows of whole tiles; anything else is laid out anew.
         base = logits.base if isinstance(logits.base, np.ndarray) and logits.base.shape[0] == rows else None
         whole = np.ascontiguousarray(logits) if base is None else base
-        backend = self._backend
-        core.pick(backend.kernels, backend.pool, whole, own, first, temperatures, seeds, positions, places, scores)
+        self.native.pick(whole, own, first, temperatures, seeds, positions, places, scores)
         return places, scores
 
     def _timings(self) -> dict[str, tuple[int, float]]:

