@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from serried.config import child_environment
+from serried.errors import InputError
 from serried.parallel.launch import RankProcesses
 
 SIZES = tuple(1 << bits for bits in range(10, 24))  # 1 KiB to 8 MiB
@@ -17,6 +18,7 @@ RANK_MODULE = "serried.bench.allreduce_rank"
 SHM_ALGORITHMS = ("one-shot", "two-shot", "ring")
 SECONDS = 0.03  # of calls in one measurement
 TIMEOUT = 120.0
+MAX_RANKS = 256  # of a group in shared memory
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -29,6 +31,8 @@ class Task(msgspec.Struct, frozen=True):
 
 def bench_allreduce(worlds: Sequence[int], rounds: int, report: Callable[[int, int], None]) -> dict[str, Any]:
     """Median microseconds of an all-reduce for each world, size and algorithm; gloo where PyTorch is installed."""
+    if not all(2 <= ranks <= MAX_RANKS for ranks in worlds):
+        raise InputError(f"--ranks {','.join(map(str, worlds))}: expected numbers from 2 to {MAX_RANKS}")
     runs = []
     done, total = 0, len(worlds) * len(SIZES)
     for ranks in worlds:

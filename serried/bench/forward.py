@@ -117,6 +117,7 @@ def bench_decode(
     report: Report,
 ) -> list[dict[str, Any]]:
     """Decode steps of a batch at a context length, for each layout; the fields that docs/benchmarks.md explains."""
+    config = config.resolve(max_num_batched_tokens=max(batch_size, config.max_num_batched_tokens))
     engines = [_engine(source, config, layout, batch_size, context) for layout in layouts]
     try:
         for engine in engines:

@@ -43,6 +43,8 @@ class BenchEngine:
         self.executor: Executor = create_executor(config, source)
         self.config = self.executor.config
         self.model: ModelConfig = source.config
+        if length > self.executor.max_model_len:
+            raise InputError(f"--context or --input-len {length}: at most {self.executor.max_model_len} here")
         pool = self.executor.new_pool()
         self.requests = []
         rng = np.random.default_rng(0)
