@@ -201,7 +201,6 @@ void bind_program(nb::module_& m) {
       .def("select_rows", &Program::select_rows)
       .def("logits", &Program::logits)
       .def("dtype", [](Program& p, int x) { return p.buffer(x).dtype == Dtype::kFloat32 ? "float32" : "bfloat16"; })
-      .def("width", [](Program& p, int x) { return p.buffer(x).columns; })
       .def("finish", &Program::finish)
       .def_prop_ro("operators", &Program::operators)
       .def_prop_ro("buffer_bytes", &Program::buffer_bytes)

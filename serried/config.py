@@ -13,6 +13,7 @@ DTYPES = ("bfloat16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 BACKENDS = ("auto", "native", "torch")
 ALGORITHMS = ("auto", "one-shot", "two-shot")
+MAX_THREADS = 4096
 DEVICES = ("auto", "cpu", "cuda")
 SABOTAGES = ("skip-reduce", "swap-shards", "double-bias", "activation-first", "rank-order")
 
@@ -59,6 +60,8 @@ class EngineConfig:
         for option in ("threads_per_rank", "max_model_len", "kv_cache_memory"):
             if getattr(self, option) is not None:
                 _positive(option, getattr(self, option))
+        if (self.threads_per_rank or 1) > MAX_THREADS:
+            raise InputError(f"--threads-per-rank {self.threads_per_rank}: expected at most {MAX_THREADS}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 1 << 64:
             raise InputError(f"--seed {self.seed}: expected a whole number from 0 to 2^64 - 1")
         if not 0 < self.collective_timeout < float("inf"):

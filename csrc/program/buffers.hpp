@@ -68,6 +68,8 @@ struct Buffer {
   int64_t columns;
   int64_t stride;  // elements between rows
   int64_t rows;    // at most
+  bool logit_rows;  // its rows are those that want logits, not all tokens
+  bool padded;     // the columns from `columns` to `stride` are zeros, as a linear needs them
   char* data = nullptr;
   int first_use = -1, last_use = -1;
 

@@ -105,13 +105,15 @@ struct GatedOp final : Operator {
 };
 
 struct ActivateOp final : Operator {
-  int x;
+  int x, y;
   Activation kind;
 
   void run(Program& p, const Step& step) override {
-    const Buffer& in = p.buffer(x);
-    over_rows(p.pool, step.token_count, in.stride,
-              [&](int64_t a, int64_t b) { p.k.activate(kind, in.row<float>(a), (b - a) * in.stride); });
+    const Buffer &in = p.buffer(x), &out = p.buffer(y);
+    over_rows(p.pool, step.token_count, in.stride, [&](int64_t a, int64_t b) {
+      std::memcpy(out.row<float>(a), in.row<float>(a), static_cast<size_t>((b - a) * in.stride) * sizeof(float));
+      p.k.activate(kind, out.row<float>(a), (b - a) * in.stride);
+    });
   }
 };
 
@@ -121,12 +123,13 @@ struct ColumnsOp final : Operator {
 
   void run(Program& p, const Step& step) override {
     const Buffer &in = p.buffer(x), &out = p.buffer(y);
+    const int32_t rows = in.logit_rows ? step.logit_count : step.token_count;
     if (in.dtype == Dtype::kFloat32) {
-      p.k.round(in.row<float>(0) + start, in.stride, out.data, out.dtype, out.columns, out.stride, step.token_count);
+      p.k.round(in.row<float>(0) + start, in.stride, out.data, out.dtype, out.columns, out.stride, rows);
       return;
     }
     const size_t size = bytes_of(in.dtype), used = static_cast<size_t>(out.columns) * size;
-    for (int64_t r = 0; r < step.token_count; ++r) {
+    for (int64_t r = 0; r < rows; ++r) {
       std::memcpy(out.row<char>(r), in.row<char>(r) + static_cast<size_t>(start) * size, used);
       std::memset(out.row<char>(r) + used, 0, static_cast<size_t>(out.stride) * size - used);
     }

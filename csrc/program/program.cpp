@@ -45,14 +45,28 @@ Program::Program(const Kernels& kernels, Pool& pool, ShmComm* comm, int64_t max_
       max_tokens_(max_tokens),
       max_logit_rows_(max_logit_rows) {}
 
-int Program::make(Dtype dtype, int64_t columns, bool logit_rows) {
+int Program::make(Dtype dtype, int64_t columns, bool padded, bool logit_rows) {
   Buffer buffer{};
   buffer.dtype = dtype;
   buffer.columns = columns;
   buffer.stride = round_up(columns, kTile);
   buffer.rows = logit_rows ? max_logit_rows_ : max_tokens_;
+  buffer.logit_rows = logit_rows;
+  buffer.padded = padded || buffer.stride == columns;
   buffers_.push_back(buffer);
   return static_cast<int>(buffers_.size()) - 1;
+}
+
+// x as a linear takes it: in the weight's dtype, with zeros after its columns.
+int Program::ready(int x, Dtype dtype) {
+  const Buffer& from = buffer(x);
+  return from.dtype == dtype && from.padded ? x : columns(x, 0, from.columns, dtype);
+}
+
+// x, which must be float32.
+const Buffer& Program::wide(int x, const char* what) {
+  if (buffer(x).dtype != Dtype::kFloat32) throw std::invalid_argument(std::string(what) + " takes float32");
+  return buffer(x);
 }
 
 void Program::use(int index) {
@@ -78,7 +92,7 @@ int Program::embed(const Weight& weight, const std::vector<int32_t>& edges) {
 }
 
 int Program::norm(int x, const Weight& weight, float eps, Dtype out) {
-  const int y = make(out, buffer(x).columns, false);
+  const int y = make(out, wide(x, "norm").columns, true);
   NormOp op;
   op.x = x, op.y = y, op.weight = static_cast<const float*>(weight.data), op.eps = eps;
   record({x, y}, std::move(op));
@@ -91,14 +105,17 @@ int Program::linear(int x, const Weight& weight, const Weight* bias) {
   const int y = linear_nodes(x, weight, whole);
   auto& op = static_cast<LinearOp&>(*operators_.back());
   if (bias) op.linear.bias = static_cast<const float*>(bias->data);
-  buffer(y).columns = weight.outputs;
+  Buffer& out = buffer(y);
+  out.columns = weight.outputs;
+  out.padded = out.stride == out.columns;
   return y;
 }
 
-int Program::linear_nodes(int x, const Weight& weight, const Plan& plan) {
+int Program::linear_nodes(int given, const Weight& weight, const Plan& plan) {
   int32_t nodes = 0;
   for (const Leaf& leaf : plan.leaves) nodes += leaf.ends_node;
   const int64_t width = int64_t{weight.tiles()} * kTile;
+  const int x = nodes ? ready(given, weight.dtype) : given;
   const int y = make(Dtype::kFloat32, width * nodes, false);
   LinearOp op;
   op.x = x, op.y = y, op.dtype = weight.dtype, op.leaves = plan.leaves;
@@ -145,22 +162,24 @@ int Program::reduce_add_norm(int nodes, const Plan& plan, const Weight* bias, in
   const int64_t columns = buffer(residual).columns;
   ReduceOp op = reduction(comm, nodes, plan, bias, columns);
   op.residual = residual, op.args.weight = static_cast<const float*>(weight.data), op.args.eps = eps;
-  const int y = op.y = make(out, columns, false);
+  const int y = op.y = make(out, columns, true);
   record({nodes, residual, y}, std::move(op));
   return y;
 }
 
 int Program::activation(int x, Activation kind) {
+  const int64_t columns = wide(x, "activation").columns;
   ActivateOp op;
   op.x = x, op.kind = kind;
-  record({x}, std::move(op));
-  return x;
+  const int y = op.y = make(Dtype::kFloat32, columns, false);
+  record({x, y}, std::move(op));
+  return y;
 }
 
 int Program::gated(int gate_up, Activation kind, Dtype out) {
   GatedOp op;
   op.x = gate_up, op.kind = kind;
-  const int y = op.y = make(out, buffer(gate_up).columns / 2, false);
+  const int y = op.y = make(out, wide(gate_up, "gated_activation").columns / 2, true);
   record({gate_up, y}, std::move(op));
   return y;
 }
@@ -177,8 +196,9 @@ int Program::attention(int qkv, const Attention& attention, const std::vector<in
   }
   op.scratch.assign(static_cast<size_t>(pool.threads()), std::vector<float>(static_cast<size_t>(k.attend_scratch(attention))));
   const int64_t columns = int64_t{attention.query_heads} * attention.head_dim;
+  wide(qkv, "attention");
   op.q = make(attention.dtype, columns, false);
-  const int y = op.out = make(attention.dtype, columns, false);
+  const int y = op.out = make(attention.dtype, columns, true);
   record({qkv, op.q, y}, std::move(op));
   return y;
 }
@@ -186,7 +206,7 @@ int Program::attention(int qkv, const Attention& attention, const std::vector<in
 int Program::columns(int x, int64_t start, int64_t stop, Dtype out) {
   ColumnsOp op;
   op.x = x, op.start = start;
-  const int y = op.y = make(out, stop - start, false);
+  const int y = op.y = make(out, stop - start, true, buffer(x).logit_rows);
   record({x, y}, std::move(op));
   return y;
 }
@@ -194,6 +214,7 @@ int Program::columns(int x, int64_t start, int64_t stop, Dtype out) {
 int Program::gather_columns(int x, const std::vector<int64_t>& parts) {
   int64_t columns = 0;
   for (int64_t part : parts) columns += part;
+  wide(x, "gather_columns");
   if (ranks() == 1) return x;
   GatherColumnsOp op;
   op.x = x, op.parts = parts;
@@ -205,12 +226,13 @@ int Program::gather_columns(int x, const std::vector<int64_t>& parts) {
 int Program::select_rows(int x) {
   SelectRowsOp op;
   op.x = x;
-  const int y = op.y = make(buffer(x).dtype, buffer(x).columns, true);
+  const int y = op.y = make(buffer(x).dtype, buffer(x).columns, buffer(x).padded, true);
   record({x, y}, std::move(op));
   return y;
 }
 
-void Program::logits(int x, const Weight& weight) {
+void Program::logits(int given, const Weight& weight) {
+  const int x = ready(given, weight.dtype);
   LogitsOp op;
   op.x = x, op.dtype = weight.dtype, op.leaf = Leaf{0, static_cast<int32_t>(weight.inputs), 0, 1};
   op.linear = Linear{weight.data, nullptr, nullptr, 1, 1, static_cast<int32_t>(weight.inputs), weight.tiles()};

@@ -102,7 +102,9 @@ class Program {
   size_t operators() const { return operators_.size(); }
 
  private:
-  int make(Dtype dtype, int64_t columns, bool logit_rows);
+  int make(Dtype dtype, int64_t columns, bool padded, bool logit_rows = false);
+  int ready(int x, Dtype dtype);
+  const Buffer& wide(int x, const char* what);
   void use(int index);
   template <class Op>
   void record(std::vector<int> reads, Op op);

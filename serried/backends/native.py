@@ -143,10 +143,10 @@ class NativeBackend:
         return int(h), residual
 
     def linear(self, x: int, weight: Parameter, bias: Parameter | None) -> int:
-        return int(self._program.linear(self._rounded(x), weight.value, bias.value if bias else None))
+        return int(self._program.linear(x, weight.value, bias.value if bias else None))
 
     def linear_nodes(self, x: int, weight: Parameter, plan: ReductionPlan, rank: int) -> int:
-        return int(self._program.linear_nodes(self._rounded(x), weight.value, self._plan(plan)))
+        return int(self._program.linear_nodes(x, weight.value, self._plan(plan)))
 
     def activation(self, x: int, name: str) -> int:
         return int(self._program.activation(x, name))
@@ -198,12 +198,6 @@ class NativeBackend:
             return 0
         threshold = comm.table.two_shot_from("reduce_nodes", comm.size)
         return NEVER if threshold is None else int(threshold)
-
-    def _rounded(self, x: int) -> int:
-        """x in the dtype of the weights."""
-        if self._program.dtype(x) == self.dtype:
-            return x
-        return int(self._program.columns(x, 0, self._program.width(x), self.dtype))
 
     def _plan(self, plan: ReductionPlan) -> Any:
         rank = self.comm.rank

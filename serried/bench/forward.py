@@ -95,11 +95,13 @@ class _Probe:
         self._before = self._read()
 
     def _read(self) -> tuple[float, float, float]:
-        inside = self._program.times()[1] * 1e-9 if self._program else 0.0
+        """Seconds in the program or in collectives around it; waiting for the last rank; in collectives after that."""
+        _, inside, *met = self._program.times() if self._program else (0, 0, 0)
         timings = self._comm.timings().values() if hasattr(self._comm, "timings") else ()
         wait = sum(t.wait_s for t in timings)
         whole = sum(t.total_s for t in timings) if timings else self._counters.seconds
-        return inside, wait, whole - wait
+        around = max(0.0, whole - sum(met) * 1e-9)
+        return inside * 1e-9 + around, wait, whole - wait
 
     def seconds(self) -> tuple[float, float, float]:
         now = self._read()
