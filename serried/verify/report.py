@@ -79,11 +79,9 @@ def print_report(report: Report) -> None:
         "reduces: all-reduces of the prefill; q, kv: heads; MiB: a rank's peak while loading",
         highlight=False,
     )
+    allowed = f"logits within {report.tolerance:g}" if report.tolerance else "logits the same bits"
     if report.ok:
-        console.print(f"[green]holds[/]: tokens equal, logits within {report.tolerance:g}", highlight=False)
+        console.print(f"[green]holds[/]: tokens equal, {allowed}", highlight=False)
     else:
         damaged = f" (--sabotage {report.config.sabotage})" if report.config.sabotage else ""
-        console.print(
-            f"[red]does not hold[/]{damaged}: allowed are {report.tolerance:g} and equal tokens",
-            highlight=False,
-        )
+        console.print(f"[red]does not hold[/]{damaged}: must be tokens equal, {allowed}", highlight=False)
