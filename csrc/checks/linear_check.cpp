@@ -390,10 +390,10 @@ void decode_speed(Dtype dtype, int outputs, int inputs, const Table& table) {
   // Copies of the weight that no cache holds together (though a server's last-level cache may).
   const size_t element = dtype == Dtype::kBFloat16 ? 2 : 4, bytes = element * outputs * inputs;
   const int copies = static_cast<int>(std::max<size_t>(1, (size_t{256} << 20) / bytes));
-  Buffer weights(bytes * copies), x(element * inputs * 8), y(sizeof(float) * outputs * 8);
+  Buffer weights(bytes * copies), x(element * inputs * 64), y(sizeof(float) * outputs * 64);
   std::printf("decode %s [%d x %d], %zu leaves:", element == 2 ? "bf16" : "float32", outputs, inputs,
               table.leaves.size());
-  for (const int tokens : {1, 2, 4, 8}) {
+  for (const int tokens : {1, 2, 4, 8, 16, 32, 64}) {
     std::vector<double> ratios, speeds, limits;
     for (int round = 0; round < 7; ++round) {
       const double read = seconds([&] { sink = read_bytes(weights.as(), bytes * copies); });

@@ -1,13 +1,26 @@
-// bf16 linears by AMX. A step is 32 k: one tile of x (up to 16 tokens) times four tiles of weights (16 outputs each)
+// bf16 linears by AMX. A strip is up to 32 tokens (two blocks of 16), a step is 32 k, a pass is one leaf (or a group of
+// its inputs) for a strip and half a tile of weights: per step two tiles of x times two of weights (16 outputs each)
 // into four accumulators, tmm0 to tmm3. The weights' layout is what tdpbf16ps wants: 16 pairs of k, 256 bytes apart.
+// Up to 16 tokens are one block: one tile of x times the whole tile of weights. Loops, from the outside:
+//   chunk     as many strips as keep x in the L2 cache, copied into tiles of 1 KB: rows that lie 2 KB apart, as they
+//             do in x, share two sets of the L1 cache
+//     tile    64 outputs
+//       pair  of strips, or one: what shares the weights of a group while they are in L1
+//         leaf, group, half of the tile, strip
 //
-// The multiplier should not wait for the memory behind it. An accumulator is stored just before the next segment zeroes
-// it (storing all four at once costs 20 % with leaves of 128). A leaf is folded during the steps of the segment after
-// that, once its sums have left the store buffer (a segment sooner costs 10 %), which is why a group is one leaf.
-// Tried, and slower: copying x into tiles in the same manner (stores among tile loads are dear); prefetching the next
-// group's weights into L1 (they are in L2; only the next tile's are fetched, to L2).
+// The multiplier should not wait for the memory behind it; what it hides, and how:
+//   Sums. An accumulator is stored just before the next pass zeroes it. With several stacks it is folded during the
+//   pass after that, once it has left the store buffer, piece by piece among the multiplications.
+//   Weights. Prefetch to L2 runs ahead at the speed of the walk, four pages side by side: the processor's own
+//   prefetcher follows a stream within its page only, and one stream does not fill the memory's pipe (15 % slower).
+//   What moves from L2 to L1 takes the same buffers, so groups are short: the weights, and x, are used again in L1.
+//   Outputs. What no cache keeps for the next operator is written past them (reading lines only to overwrite them
+//   costs a quarter of a prompt's time).
 #pragma once
 #include <immintrin.h>
+
+#include <algorithm>
+#include <cstdlib>
 
 #include "linear_drive.hpp"
 
@@ -43,7 +56,7 @@ inline void configure(int rows) {
   } config;
   for (int reg = 0; reg < 8; ++reg) {
     config.bytes[reg] = 64;
-    config.rows[reg] = static_cast<uint8_t>(reg < 5 ? rows : 16);
+    config.rows[reg] = static_cast<uint8_t>(reg < 6 ? rows : 16);
   }
   asm volatile("ldtilecfg %0" ::"m"(config));
 }
@@ -51,206 +64,396 @@ inline void release() { asm volatile("tilerelease" ::: "memory"); }
 
 constexpr int kRows = 16;
 constexpr int kStepInputs = 32;
-constexpr int kSlotFloats = kRows * kTile;
+constexpr int kStepWeights = kStepInputs * kTile * 2;  // bytes
+constexpr int kXTile = kRows * kStepInputs * 2;        // bytes
+constexpr int kSlotFloats = 4 * kRows * 16;            // the sums of a pass: [tokens][outputs]
+constexpr int32_t kShort = 128;                        // inputs of a leaf that is not worth a group of its own
+constexpr int64_t kPage = 4096, kPages = 4;            // what is prefetched side by side
+constexpr int64_t kLead = 32768;                       // bytes from the walk to the prefetch
+constexpr int64_t kStreamBytes = 1 << 20;              // of y, from which on caches are no use
 
-// The adding up of a stored sum, row by row. out = null: nothing to do.
+struct Place {
+  float* data = nullptr;
+  int64_t stride = 0;  // floats between tokens
+};
+
+// The adding up of stored sums. to.data = null: nothing to do.
 struct Fold {
   const float* top = nullptr;
   int32_t pops = 0;
-  float* out = nullptr;
-  int64_t out_stride = 0;
+  Place to;
   const float* bias = nullptr;
+  bool stream = false;
+};
 
-  void row(int32_t m) const {
-    const float* from = top + m * kTile;
-    __m512 sum[4];
-    for (int j = 0; j < 4; ++j) sum[j] = _mm512_loadu_ps(from + 16 * j);
+struct Pass {
+  const char *x, *weight;
+  int32_t steps;
+  const float* from;  // the sums so far, or null: from zero
+  Place to;           // where they belong
+  Fold fold;          // what to do with them then
+};
+
+// A fold in pieces of four vectors. It lives in registers for the length of a pass.
+template <int kOuts>
+struct Folding {
+  static constexpr int kRowsAtOnce = 4 / kOuts;
+  const float* top;
+  float* to;
+  int64_t stride;
+  const float* bias;
+  int32_t pops, left;  // left: rows
+  bool stream;
+
+  Folding(const Fold& fold, int32_t tokens)
+      : top(fold.top), to(fold.to.data), stride(fold.to.stride), bias(fold.bias), pops(fold.pops),
+        left(fold.to.data ? tokens : 0), stream(fold.stream) {}
+
+  [[gnu::always_inline]] void piece() {
+    if (left >= kRowsAtOnce) {
+      rows<kRowsAtOnce>();
+    } else if (left > 0) {
+      rows<1>();
+    }
+  }
+  void rest() {
+    while (left > 0) piece();
+  }
+
+ private:
+  template <int kCount>
+  [[gnu::always_inline]] void rows() {
+    __m512 sum[kCount * kOuts];
+#pragma GCC unroll 4
+    for (int j = 0; j < kCount * kOuts; ++j) sum[j] = _mm512_load_ps(top + 16 * j);
     for (int32_t p = 1; p <= pops; ++p) {
-      const float* below = from - p * kSlotFloats;
-      for (int j = 0; j < 4; ++j) sum[j] = _mm512_add_ps(_mm512_load_ps(below + 16 * j), sum[j]);
+      const float* below = top - p * kSlotFloats;
+#pragma GCC unroll 4
+      for (int j = 0; j < kCount * kOuts; ++j) sum[j] = _mm512_add_ps(_mm512_load_ps(below + 16 * j), sum[j]);
     }
     if (bias) {
-      for (int j = 0; j < 4; ++j) sum[j] = _mm512_add_ps(sum[j], _mm512_loadu_ps(bias + 16 * j));
+#pragma GCC unroll 4
+      for (int j = 0; j < kCount * kOuts; ++j) sum[j] = _mm512_add_ps(sum[j], _mm512_loadu_ps(bias + j % kOuts * 16));
     }
-    for (int j = 0; j < 4; ++j) _mm512_storeu_ps(out + m * out_stride + 16 * j, sum[j]);
+#pragma GCC unroll 4
+    for (int j = 0; j < kCount * kOuts; ++j) put(to + j / kOuts * stride + j % kOuts * 16, sum[j]);
+    top += kCount * kOuts * 16;
+    to += kCount * stride;
+    left -= kCount;
+  }
+  [[gnu::always_inline]] void put(float* at, __m512 value) const {
+    if (stream) {
+      _mm512_stream_ps(at, value);
+    } else {
+      _mm512_storeu_ps(at, value);
+    }
   }
 };
 
+// kBlocks: of 16 tokens.
+template <int kBlocks>
 struct Kernel {
-  static constexpr int kElement = 2;
-  static constexpr int32_t kBatch = 4;
-  static constexpr int32_t kGroup = 256;  // 32 KB of weights: they stay in L1 for the batch
-  static constexpr bool kOneLeaf = true;
+  static constexpr int kOuts = 4 / kBlocks;       // tiles of weights in a pass
+  static constexpr int kHalves = kBlocks;         // passes over 64 outputs
+  static constexpr int kSlotStride = kOuts * 16;  // floats between tokens
+  static constexpr int kStacks = kBlocks == 1 ? 1 : 4;
+  static constexpr bool kLater = kStacks > 1;  // fold a pass later
 
-  int64_t x_stride, y_stride;  // bytes; floats between two tokens of one node
-  int32_t rows;
-  float* pending = nullptr;  // where tmm0 to tmm3 belong, as the last segment left them
-  int64_t pending_stride = 0;  // bytes
-  int32_t pending_stack = 0;
-  Fold fold, waiting, folding;  // of the pending sums; of those before, which were stored; what is being done
-  int32_t folded = 0;           // rows of the latter
-  alignas(64) float stack[kBatch][kStackDepth][kSlotFloats];
+  int64_t x_stride, x_block, x_step;  // bytes between tokens, to the second block, between steps
+  int32_t tokens, second;  // of a strip; where its second block begins (they may overlap)
+  const char *ahead_from, *ahead, *ahead_end;  // of the prefetch: its begin, where it stands, its end
+  Place pending;        // where tmm0 to tmm3 belong, as the last pass left them
+  Fold fold, waiting;   // of the pending sums; of those before, which were stored
+  alignas(64) float stack[kStacks][kStackDepth][kSlotFloats];
 
-  float* slot(int32_t block, int32_t depth) { return stack[block][depth]; }
-
-  void fold_rows(int32_t count) {
-    if (!folding.out) return;
-    for (const int32_t end = std::min(rows, folded + count); folded < end; ++folded) folding.row(folded);
-  }
-  template <int kReg>
-  void store_pending() {
-    store<kReg>(pending + 16 * kReg, pending_stride);
+  void run(const Pass& pass, int32_t lines) {
+    if (ahead >= ahead_end) lines = 0;
+    switch (lines) {
+      case 0: return run_lines<0>(pass);
+      case 1: return run_lines<1>(pass);
+      case 2: return run_lines<2>(pass);
+      case 4: return run_lines<4>(pass);
+      case 8: return run_lines<8>(pass);
+      default: return run_lines<16>(pass);
+    }
   }
   void flush() {
-    store_pending<0>();
-    store_pending<1>();
-    store_pending<2>();
-    store_pending<3>();
-    begin_fold(waiting);
-    fold_rows(rows);
-    begin_fold(fold);
-    fold_rows(rows);
-  }
-  void begin_fold(const Fold& what) {
-    folding = what;
-    folded = 0;
+    store_sum<0>(pending);
+    store_sum<1>(pending);
+    store_sum<2>(pending);
+    store_sum<3>(pending);
+    if (kLater) Folding<kOuts>(waiting, tokens).rest();
+    Folding<kOuts>(fold, tokens).rest();
   }
 
-  void run(const Segment& s) {
-    if (s.blocks == 1) return run_lines<16, _MM_HINT_T1>(s, s.weight + kPrefetchBytes);
-    const int32_t lines = s.blocks >= 16 ? 4 : s.blocks >= 8 ? 8 : s.blocks >= 4 ? 16 : 32;  // in a step
-    const char* ahead = s.next_tile + s.block * lines * 64;
-    if (s.block * lines >= 64) return run_lines<0, _MM_HINT_T1>(s, ahead);
-    switch (lines) {
-      case 4: return run_lines<1, _MM_HINT_T1>(s, ahead);
-      case 8: return run_lines<2, _MM_HINT_T1>(s, ahead);
-      case 16: return run_lines<4, _MM_HINT_T1>(s, ahead);
-      default: return run_lines<8, _MM_HINT_T1>(s, ahead);
-    }
-  }
-
-  // kLines: cache lines to prefetch beside each multiplication. A step's weights are 64 lines: one block alone fetches
-  // all of them, just ahead of itself (to L2: faster than to L1); the blocks of a chunk share those of the next tile.
-  template <int kLines, _mm_hint kHint>
-  void run_lines(const Segment& s, const char* ahead) {
-    const char *x = s.x, *w = s.weight;
-    const int32_t steps = s.inputs / kStepInputs;
-    first_step<kLines, kHint>(x, w, ahead, s.resumes ? s.slot : nullptr);
-    if (s.stack == pending_stack) {  // the sums of this segment may go where those folds read: no waiting
-      begin_fold(waiting);
-      fold_rows(rows);
-      begin_fold(fold);
-      waiting = Fold{};
-    } else {
-      begin_fold(waiting);
-      waiting = fold;
-    }
-    plan(s);
-    const int32_t share = steps > 4 ? 1 : steps > 2 ? 2 : 4;
+ private:
+  // kLines: cache lines to prefetch beside each multiplication, each in a page of its own.
+  template <int kLines>
+  void run_lines(const Pass& pass) {
+    const char *x = pass.x, *w = pass.weight, *at = ahead;
+    const int32_t steps = pass.steps;
+    Folding<kOuts> folding(kLater ? waiting : fold, tokens);
+    const Place to = pending;
+    waiting = fold;
+    fold = pass.fold;
+    pending = pass.to;
+    step<kLines>(
+        x, w, at, [&](auto sum) __attribute__((always_inline)) { begin_sum<sum.value>(to, pass.from); },
+        [&]() __attribute__((always_inline)) {
+          if (kLater) folding.piece();
+        });
     for (int32_t i = 1; i < steps; ++i) {
-      x += kStepInputs * kElement;
-      w += 16 * kStepBytes;
-      ahead += 16 * kStepBytes;
-      step<kLines, kHint>(x, w, ahead, share);
+      at = next_lines<kLines>(at);
+      x += x_step;
+      w += kStepWeights;
+      step<kLines>(
+          x, w, at, [](auto) __attribute__((always_inline)) {},
+          [&]() __attribute__((always_inline)) { folding.piece(); });
     }
-    fold_rows(rows);
+    ahead = next_lines<kLines>(at);
+    folding.rest();
   }
 
-  // What to do with the sums of this segment once it is over.
-  void plan(const Segment& s) {
-    const bool direct = s.ends_node && s.pops == 0 && !s.bias;
-    pending_stack = s.stack;
-    pending = direct ? s.y : s.slot;
-    pending_stride = (direct ? y_stride : int64_t{kTile}) * 4;
-    fold = Fold{};
-    if (direct || !s.ends_leaf || (s.pops == 0 && !s.ends_node)) return;
-    fold.top = s.slot;
-    fold.pops = s.pops;
-    fold.out = s.ends_node ? s.y : s.slot - s.pops * kSlotFloats;
-    fold.out_stride = s.ends_node ? y_stride : int64_t{kTile};
-    fold.bias = s.ends_node ? s.bias : nullptr;
-  }
-
-  // Always inlined: see prefetch_line.
-  template <int kLines, _mm_hint kHint, int kPart>
-  [[gnu::always_inline]] static inline void prefetch(const char* ahead) {
-    for (int i = 0; i < kLines; ++i) _mm_prefetch(ahead + (kPart * kLines + i) * 64, kHint);
+  template <int kSum>
+  [[gnu::always_inline]] void store_sum(const Place& to) const {
+    store<kSum>(to.data + kSum / kOuts * second * to.stride + kSum % kOuts * 16, to.stride * 4);
   }
   template <int kSum>
-  void begin_sum(const float* from) {
-    store_pending<kSum>();
+  [[gnu::always_inline]] void begin_sum(const Place& to, const float* from) const {
+    store_sum<kSum>(to);
     if (from) {
-      load<kSum>(from + 16 * kSum, kTile * 4);
+      load<kSum>(from + kSum / kOuts * second * kSlotStride + kSum % kOuts * 16, kSlotStride * 4);
     } else {
       zero<kSum>();
     }
   }
-
-  template <int kLines, _mm_hint kHint>
-  void first_step(const char* x, const char* w, const char* ahead, const float* from) {
-    load<4>(x, x_stride);
-    load<5>(w, kStepBytes);
-    begin_sum<0>(from);
-    multiply_add<0, 4, 5>();
-    prefetch<kLines, kHint, 0>(ahead);
-    load<6>(w + 64, kStepBytes);
-    begin_sum<1>(from);
-    multiply_add<1, 4, 6>();
-    prefetch<kLines, kHint, 1>(ahead);
-    load<7>(w + 128, kStepBytes);
-    begin_sum<2>(from);
-    multiply_add<2, 4, 7>();
-    prefetch<kLines, kHint, 2>(ahead);
-    load<5>(w + 192, kStepBytes);
-    begin_sum<3>(from);
-    multiply_add<3, 4, 5>();
-    prefetch<kLines, kHint, 3>(ahead);
+  // Always inlined: see prefetch_line.
+  template <int kLines>
+  [[gnu::always_inline]] static inline void prefetch(const char* at) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLines; ++i) _mm_prefetch(at + i * 64, _MM_HINT_T1);
+  }
+  template <int kLines>
+  [[gnu::always_inline]] const char* next_lines(const char* at) const {
+    if (kLines == 0) return at;
+    at += kLines * 64;
+    return (at - ahead_from) % kPage == 0 ? at + (kPages - 1) * kPage : at;
   }
 
-  template <int kLines, _mm_hint kHint>
-  void step(const char* x, const char* w, const char* ahead, int32_t share) {
+  template <int kSum>
+  struct Index {
+    static constexpr int value = kSum;
+  };
+  template <int kLines, int kSum, int kX, int kWeight, class Begin, class Between>
+  [[gnu::always_inline]] static inline void multiply(const char* at, Begin&& begin, Between&& between) {
+    begin(Index<kSum>{});
+    multiply_add<kSum, kX, kWeight>();
+    prefetch<kLines>(at + kSum * kPage);
+    between();
+  }
+  template <int kLines, class Begin, class Between>
+  [[gnu::always_inline]] void step(const char* x, const char* w, const char* at, Begin&& begin,
+                                   Between&& between) const {
     load<4>(x, x_stride);
-    load<5>(w, kStepBytes);
-    multiply_add<0, 4, 5>();
-    prefetch<kLines, kHint, 0>(ahead);
-    fold_rows(share);
-    load<6>(w + 64, kStepBytes);
-    multiply_add<1, 4, 6>();
-    prefetch<kLines, kHint, 1>(ahead);
-    fold_rows(share);
-    load<7>(w + 128, kStepBytes);
-    multiply_add<2, 4, 7>();
-    prefetch<kLines, kHint, 2>(ahead);
-    fold_rows(share);
-    load<5>(w + 192, kStepBytes);
-    multiply_add<3, 4, 5>();
-    prefetch<kLines, kHint, 3>(ahead);
-    fold_rows(share);
+    load<6>(w, kStepBytes);
+    multiply<kLines, 0, 4, 6>(at, begin, between);
+    load<7>(w + 64, kStepBytes);
+    multiply<kLines, 1, 4, 7>(at, begin, between);
+    if constexpr (kBlocks == 2) {
+      load<5>(x + x_block, x_stride);
+      multiply<kLines, 2, 5, 6>(at, begin, between);
+      multiply<kLines, 3, 5, 7>(at, begin, between);
+    } else {
+      load<6>(w + 128, kStepBytes);
+      multiply<kLines, 2, 4, 6>(at, begin, between);
+      load<7>(w + 192, kStepBytes);
+      multiply<kLines, 3, 4, 7>(at, begin, between);
+    }
   }
 };
+
+// Memory of a thread, as much as it ever needed.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { std::free(data_); }
+  // Null where there is none.
+  char* get(size_t bytes) {
+    if (bytes <= size_) return data_;
+    std::free(data_);
+    size_ = (bytes + kPage - 1) / kPage * kPage;
+    data_ = static_cast<char*>(std::aligned_alloc(kPage, size_));
+    if (!data_) size_ = 0;
+    return data_;
+  }
+
+ private:
+  char* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+template <int kBlocks>
+struct Walk {
+  using K = Kernel<kBlocks>;
+
+  const Linear& linear;
+  const char* x;
+  const int64_t x_stride;  // bytes
+  float* y;
+  const int64_t y_stride;
+  const int32_t token_begin, token_end, tile_begin, tile_end;
+  const int64_t strip_bytes;  // of copied x
+  bool stream;
+  int32_t rows, chunk_begin, chunk_end;  // rows: tokens of a block
+  const char* copy;                      // of the chunk's x in tiles, or null
+  K kernel;                              // large: its stacks are not cleared
+
+  Walk(const Linear& linear, const void* x, int64_t x_stride, float* y, int64_t y_stride, int32_t token_begin,
+       int32_t token_end, int32_t tile_begin, int32_t tile_end)
+      : linear(linear), x(static_cast<const char*>(x)), x_stride(x_stride * 2), y(y), y_stride(y_stride),
+        token_begin(token_begin), token_end(token_end), tile_begin(tile_begin), tile_end(tile_end),
+        strip_bytes(int64_t{kRows * kBlocks} * linear.inputs * 2), stream(may_stream()) {}
+
+  void run() {
+    const int32_t count = token_end - token_begin, most = kRows * kBlocks;
+    const int32_t strips = (count + most - 1) / most;
+    kernel.tokens = even_rows(count, most);
+    rows = (kernel.tokens + kBlocks - 1) / kBlocks;
+    kernel.second = kernel.tokens - rows;
+    kernel.pending = {kernel.stack[0][0], K::kSlotStride};  // nothing of worth is stored there at first
+    const int32_t chunk = even_rows(strips, static_cast<int32_t>(std::max<int64_t>(1, kChunkBytes / strip_bytes)));
+    configure(rows);
+    for (chunk_begin = 0; chunk_begin < strips; chunk_begin = chunk_end) {
+      chunk_end = std::min(strips, chunk_begin + chunk);
+      run_chunk();
+    }
+    kernel.flush();
+    release();
+    if (stream) _mm_sfence();
+  }
+
+ private:
+  int32_t first_token(int32_t strip) const {
+    return std::min(token_begin + strip * kernel.tokens, token_end - kernel.tokens);
+  }
+  const char* tile_data(int32_t tile) const {
+    return static_cast<const char*>(linear.weight) + int64_t{tile} * linear.inputs * kTile * 2;
+  }
+  bool may_stream() const {
+    const int64_t bytes = int64_t{token_end - token_begin} * linear.nodes * (tile_end - tile_begin) * kTile * 4;
+    return bytes >= kStreamBytes && reinterpret_cast<uintptr_t>(y) % 64 == 0 && y_stride % 16 == 0;
+  }
+
+  void run_chunk() {
+    const int32_t strips = chunk_end - chunk_begin;
+    prepare_inputs();
+    kernel.ahead_from = kernel.ahead = tile_data(tile_begin) + kLead;
+    // A step's weights are 64 lines; the strips of a chunk share those of the next tile.
+    const int32_t lines = kBlocks == 1 ? 16 : strips == 1 ? 8 : strips == 2 ? 4 : strips <= 4 ? 2 : 1;
+    const bool pairs = kBlocks == 2 && (strips <= 4 || linear.inputs / linear.leaf_count <= kShort);
+    for (int32_t tile = tile_begin; tile < tile_end; ++tile) {
+      kernel.ahead_end = tile_data(strips == 1 ? tile_end : std::min(tile + 2, tile_end));
+      const int32_t now = tile == tile_begin ? std::max(lines, 8) : lines;
+      for (int32_t strip = chunk_begin; strip < chunk_end; strip += pairs ? 2 : 1)
+        run_leaves(tile, strip, std::min(pairs ? 2 : 1, chunk_end - strip), now);
+    }
+  }
+
+  // x as it is, or, where that pays, copied.
+  void prepare_inputs() {
+    thread_local Scratch scratch;
+    const int32_t strips = chunk_end - chunk_begin;
+    copy = nullptr;
+    char* to = tile_end - tile_begin < 4 ? nullptr : scratch.get(static_cast<size_t>(strip_bytes * strips));
+    kernel.x_stride = to ? 64 : x_stride;
+    kernel.x_block = to ? kXTile : kernel.second * x_stride;
+    kernel.x_step = to ? kXTile * kBlocks : 64;
+    if (!to) return;
+    copy = to;
+    for (int32_t strip = chunk_begin; strip < chunk_end; ++strip, to += strip_bytes) {
+      for (int32_t m = 0; m < rows; ++m) {
+        for (int32_t block = 0; block < kBlocks; ++block)
+          copy_row(to + block * kXTile + m * 64, x + (first_token(strip) + block * kernel.second + m) * x_stride);
+      }
+    }
+  }
+  void copy_row(char* to, const char* from) const {
+    for (int32_t k = 0; k < linear.inputs; k += kStepInputs, from += 64, to += kXTile * kBlocks)
+      _mm512_store_si512(to, _mm512_loadu_si512(from));
+  }
+  const char* inputs(int32_t strip, int32_t k) const {
+    if (copy) return copy + (strip - chunk_begin) * strip_bytes + int64_t{k / kStepInputs} * kXTile * kBlocks;
+    return x + first_token(strip) * x_stride + int64_t{k} * 2;
+  }
+
+  // One tile for `count` strips. The second half of a tile takes them backwards: the last one's x is still near.
+  void run_leaves(int32_t tile, int32_t strip, int32_t count, int32_t lines) {
+    const int32_t group = kBlocks == 1 ? linear.inputs : chunk_end - chunk_begin > 1 ? 2 * kShort : kShort;
+    Position at;
+    for (; at.leaf < linear.leaf_count; ++at.leaf) {
+      const Leaf& leaf = linear.leaves[at.leaf];
+      const int32_t stop = leaf_stop(leaf);
+      for (at.k = leaf.start; at.k < stop;) {
+        const int32_t end = std::min(stop, at.k + group);
+        for (int32_t half = 0; half < K::kHalves; ++half) {
+          for (int32_t i = 0; i < count; ++i)
+            run_pass(at, end, tile, half, strip, half ? count - 1 - i : i, lines);
+        }
+        at.k = end;
+      }
+      at.depth = leaf.ends_node ? 0 : at.depth - leaf.pops + 1;
+      at.node += leaf.ends_node;
+    }
+  }
+
+  void run_pass(const Position& at, int32_t end, int32_t tile, int32_t half, int32_t first, int32_t index,
+                int32_t lines) {
+    const Leaf& leaf = linear.leaves[at.leaf];
+    const bool ends_leaf = end == leaf_stop(leaf), ends_node = ends_leaf && leaf.ends_node;
+    const int64_t output = int64_t{tile} * kTile + half * (kTile / K::kHalves);
+    const int64_t row = int64_t{first_token(first + index)} * linear.nodes + at.node;
+    const Place out{y + row * y_stride + output, y_stride * linear.nodes};
+    float* top = kernel.stack[index * K::kHalves + half][at.depth];
+    const bool direct = ends_node && leaf.pops == 0 && !linear.bias && !stream;
+    Pass pass{};
+    pass.x = inputs(first + index, at.k);
+    pass.weight = tile_data(tile) + int64_t{at.k} * kTile * 2 + half * 128;
+    pass.steps = (end - at.k) / kStepInputs;
+    pass.from = at.k > leaf.start ? top : nullptr;
+    pass.to = direct ? out : Place{top, K::kSlotStride};
+    if (!direct && ends_leaf && (leaf.pops > 0 || ends_node)) {
+      pass.fold.top = top;
+      pass.fold.pops = leaf.pops;
+      pass.fold.to = ends_node ? out : Place{top - leaf.pops * kSlotFloats, K::kSlotStride};
+      pass.fold.bias = ends_node && linear.bias ? linear.bias + output : nullptr;
+      pass.fold.stream = ends_node && stream;
+    }
+    kernel.run(pass, lines);
+  }
+};
+
+template <int kBlocks>
+inline void walk(const Linear& linear, const void* x, int64_t x_stride, float* y, int64_t y_stride,
+                 int32_t token_begin, int32_t token_end, int32_t tile_begin, int32_t tile_end) {
+  Walk<kBlocks>(linear, x, x_stride, y, y_stride, token_begin, token_end, tile_begin, tile_end).run();
+}
 
 inline void linear(const Linear& linear, const void* x, int64_t x_stride, float* y, int64_t y_stride,
                    int32_t token_begin, int32_t token_end, int32_t tile_begin, int32_t tile_end) {
   if (token_begin >= token_end || tile_begin >= tile_end) return;
-  Kernel kernel;
-  kernel.x_stride = x_stride * Kernel::kElement;
-  kernel.y_stride = y_stride * linear.nodes;
-  kernel.rows = even_rows(token_end - token_begin, kRows);
-  kernel.pending = kernel.slot(0, 0);  // the first segment stores nothing of worth where nothing is yet
-  kernel.pending_stride = kTile * 4;
-  configure(kernel.rows);
-  drive(kernel, linear, x, x_stride, y, y_stride, token_begin, token_end, kernel.rows, tile_begin, tile_end);
-  kernel.flush();
-  release();
+  const auto run = token_end - token_begin <= kRows ? walk<1> : walk<2>;
+  run(linear, x, x_stride, y, y_stride, token_begin, token_end, tile_begin, tile_end);
 }
 
 inline double multiply(int64_t iterations) {
   configure(kRows);
   for (int64_t i = 0; i < iterations; ++i) {
-    multiply_add<0, 4, 5>();
-    multiply_add<1, 4, 6>();
-    multiply_add<2, 4, 7>();
-    multiply_add<3, 4, 5>();
+    multiply_add<0, 4, 6>();
+    multiply_add<1, 4, 7>();
+    multiply_add<2, 5, 6>();
+    multiply_add<3, 5, 7>();
   }
   release();
   return static_cast<double>(iterations) * 4 * 2 * kRows * 16 * kStepInputs;

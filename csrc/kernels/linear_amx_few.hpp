@@ -1,6 +1,6 @@
 // bf16 linears for few tokens on a machine with AMX: by vectors, to the very bits of tdpbf16ps.
 //
-// The tile instruction is made for 16 tokens; with one it keeps the memory waiting (85 % of its speed against 95 %). Its
+// The tile instruction is made for 16 tokens; with one or two it keeps the memory waiting (5 % of its speed). Its
 // sum over 32 k is defined as two chains of fused multiply-adds from zero, one over the even k and one over the odd,
 // then even + odd, then that added to the accumulator; denormals are zero, rounding is to nearest even. So fma gives
 // the same bits: csrc/checks/linear_check.cpp holds every batch against every other.
@@ -15,7 +15,9 @@ namespace {
 namespace linear_detail {
 namespace amx {
 
-constexpr int32_t kFew = 4;  // tokens: beyond that the multiplier would be the limit
+constexpr int32_t kFew = 2;            // tokens: beyond that the vector units would be the limit
+constexpr int64_t kFewLead = 16384;    // bytes that prefetch runs ahead
+constexpr int64_t kFewBlock = 4 * 4096;  // four pages side by side: see linear_amx.hpp
 
 // M tokens' x of one step of 32 k, widened: even and odd k apart.
 template <int M>
@@ -32,9 +34,11 @@ struct FewInputs {
   }
 };
 
-// sums[m][output] += the step's products, for V vectors of outputs from `first` on; w: the step's weights.
+// sums[m][output] += the step's products, for V vectors of outputs from `first` on; w: the step's weights; ahead: 1 KB
+// of each of four pages to prefetch.
 template <int M, int V>
-[[gnu::always_inline]] inline void few_step(const char* w, const FewInputs<M>& x, float (&sums)[M][kTile], int first) {
+[[gnu::always_inline]] inline void few_step(const char* w, const char* ahead, const FewInputs<M>& x,
+                                            float (&sums)[M][kTile], int first) {
   __m512 even[M][V], odd[M][V];
 #pragma GCC unroll 4
   for (int m = 0; m < M; ++m) {
@@ -43,7 +47,7 @@ template <int M, int V>
   }
   for (int pair = 0; pair < 16; ++pair, w += kStepBytes) {
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) prefetch_line(w + kPrefetchBytes + 64 * (first + v));
+    for (int v = 0; v < V; ++v) _mm_prefetch(ahead + 4096 * (first + v) + 64 * pair, _MM_HINT_T1);
     __m512 low[V], high[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
@@ -74,7 +78,7 @@ template <int M, int V>
 // One tile of outputs for M tokens, all leaves.
 template <int M>
 struct FewTile {
-  static constexpr int kVectorsAtOnce = M <= 2 ? 4 : 2;  // what leaves room in 32 registers
+  const char *begin, *end;  // of the weights
   alignas(64) float stack[kStackDepth][M][kTile];
   FewInputs<M> inputs;
 
@@ -93,6 +97,10 @@ struct FewTile {
   }
 
  private:
+  const char* ahead(const char* step) const {
+    const int64_t steps = (step - begin) / 4096;
+    return std::min(begin + kFewLead + steps / 4 * kFewBlock + steps % 4 * 1024, end - kFewBlock);
+  }
   void sum(const Leaf& leaf, const char* w, const char* x, int64_t x_stride, float (&sums)[M][kTile]) {
     for (int m = 0; m < M; ++m) {
       for (int v = 0; v < 4; ++v) _mm512_store_ps(sums[m] + 16 * v, _mm512_setzero_ps());
@@ -101,7 +109,7 @@ struct FewTile {
     for (int32_t k = leaf.start; k < stop; k += 32) {
       inputs.read(x + int64_t{k} * 2, x_stride);
       const char* step = w + int64_t{k} * kTile * 2;
-      for (int first = 0; first < 4; first += kVectorsAtOnce) few_step<M, kVectorsAtOnce>(step, inputs, sums, first);
+      few_step<M, 4>(step, ahead(step), inputs, sums, 0);
     }
   }
   static void add(float (&to)[M][kTile], const float (&from)[M][kTile]) {
@@ -124,9 +132,13 @@ struct FewTile {
 template <int M>
 inline void few_tokens(const Linear& linear, const char* x, int64_t x_stride, float* y, int64_t y_stride,
                        int32_t tile_begin, int32_t tile_end) {
+  const int64_t bytes = int64_t{linear.inputs} * kTile * 2;
+  const char* weight = static_cast<const char*>(linear.weight);
   FewTile<M> tiles;
+  tiles.begin = weight + tile_begin * bytes;
+  tiles.end = weight + tile_end * bytes;
   for (int32_t tile = tile_begin; tile < tile_end; ++tile) {
-    const char* w = static_cast<const char*>(linear.weight) + int64_t{tile} * linear.inputs * kTile * 2;
+    const char* w = weight + tile * bytes;
     tiles.run(linear, w, x, x_stride, y, y_stride, tile);
   }
 }
@@ -140,8 +152,6 @@ inline void linear_few(const Linear& linear, const void* x, int64_t x_stride, fl
   switch (token_end - token_begin) {
     case 1: return few_tokens<1>(linear, from, bytes, to, y_stride, tile_begin, tile_end);
     case 2: return few_tokens<2>(linear, from, bytes, to, y_stride, tile_begin, tile_end);
-    case 3: return few_tokens<3>(linear, from, bytes, to, y_stride, tile_begin, tile_end);
-    case 4: return few_tokens<4>(linear, from, bytes, to, y_stride, tile_begin, tile_end);
     default: return;
   }
 }

@@ -1,4 +1,4 @@
-// What every instruction set shares in a linear: the walk over tokens, tiles and leaves. See linear.hpp.
+// What linears by vectors share: the walk over tokens, tiles and leaves (AMX has its own). See linear.hpp.
 //
 // Tokens are cut into blocks of equal size (at most what a kernel takes at once); the last block is moved back to end
 // at the last token, so some tokens may be computed twice, to the same bits. Loops, from the outside:
@@ -33,19 +33,16 @@ constexpr int64_t kChunkBytes = 1 << 20;  // of x
 
 // A leaf's sum (or what there is of it) for a block of tokens, and what becomes of it.
 struct Segment {
-  const char* weight;     // the tile at the segment's first k
-  const char* next_tile;  // the same for the tile after it
-  const char* x;          // the block's first token at the segment's first k
-  int32_t inputs;         // how many k, a multiple of 32
-  bool resumes;           // go on from `slot`, not from zero
-  bool ends_leaf;         // then add the `pops` sums below `slot` in the stack ...
+  const char* weight;  // the tile at the segment's first k
+  const char* x;       // the block's first token at the segment's first k
+  int32_t inputs;      // how many k, a multiple of 32
+  bool resumes;        // go on from `slot`, not from zero
+  bool ends_leaf;      // then add the `pops` sums below `slot` in the stack ...
   int32_t pops;
-  bool ends_node;         // ... and put the result in y, or else `pops` slots below `slot`
-  int32_t stack;          // whose: the block's index in the batch
-  float* slot;            // [tokens][64], the top of the block's stack
-  float* y;               // the block's first token, this node, this tile's outputs
-  const float* bias;      // of the tile, or null; added where a node ends
-  int32_t block, blocks;  // the block's index in the chunk; how many these are
+  bool ends_node;      // ... and put the result in y, or else `pops` slots below `slot`
+  float* slot;         // [tokens][64], the top of the block's stack
+  float* y;            // the block's first token, this node, this tile's outputs
+  const float* bias;   // of the tile, or null; added where a node ends
 };
 
 // Where the walk over the leaves stands.
@@ -97,13 +94,13 @@ struct Driver {
       for (int32_t tile = tile_begin; tile < tile_end; ++tile) {
         for (int32_t block = begin; block < end; block += Kernel::kBatch) {
           const int32_t batch = std::min(Kernel::kBatch, end - block);
-          run_batch(tile, begin, block, batch, end - begin);
+          run_batch(tile, block, batch);
         }
       }
     }
   }
 
-  void run_batch(int32_t tile, int32_t first, int32_t block, int32_t batch, int32_t blocks) {
+  void run_batch(int32_t tile, int32_t block, int32_t batch) {
     const int32_t most = batch > 1 ? Kernel::kGroup : linear.inputs;
     Position at;
     at.k = linear.leaves[0].start;
@@ -112,32 +109,27 @@ struct Driver {
       Position after = at;
       for (int32_t i = 0; i < batch; ++i) {
         after = at;
-        run_group(after, end, tile, block + i, i, block + i - first, blocks);
+        run_group(after, end, tile, block + i, i);
       }
       at = after;
     }
   }
 
-  void run_group(Position& at, int32_t end, int32_t tile, int32_t block, int32_t stack, int32_t index,
-                 int32_t blocks) {
+  void run_group(Position& at, int32_t end, int32_t tile, int32_t block, int32_t stack) {
     const int32_t token = first_token(block);
     const char* weight = tile_data(tile);
     const char* tokens = x + token * x_stride;
     Segment s{};
-    s.block = index;
-    s.blocks = blocks;
     do {
       const Leaf& leaf = linear.leaves[at.leaf];
       const int32_t leaf_end = leaf_stop(leaf), stop = std::min(leaf_end, end);
       s.weight = weight + at.k * kInputBytes;
-      s.next_tile = s.weight + linear.inputs * kInputBytes;
       s.x = tokens + int64_t{at.k} * Kernel::kElement;
       s.inputs = stop - at.k;
       s.resumes = at.k > leaf.start;
       s.ends_leaf = stop == leaf_end;
       s.pops = leaf.pops;
       s.ends_node = s.ends_leaf && leaf.ends_node;
-      s.stack = stack;
       s.slot = kernel.slot(stack, at.depth);
       s.y = y + (int64_t{token} * linear.nodes + at.node) * y_stride + int64_t{tile} * kTile;
       s.bias = linear.bias ? linear.bias + int64_t{tile} * kTile : nullptr;
