@@ -79,7 +79,8 @@ class Pass {
     }
   }
 
-  // Queries as the words that are multiplied: row by row for AMX, else [step][rows] for each tile of rows.
+  // Queries as the words that are multiplied: [step][rows] for each tile of rows; for AMX, row by row or (up to 16
+  // rows) [step][rows].
   void load_queries(const T* q, int64_t q_stride) {
     for (int g = 0; g < group_count_; ++g) {
       const Group& group = groups_[g];
@@ -88,9 +89,15 @@ class Pass {
         const T* from = q + t * q_stride + (group.head + h) * op_.head_dim;
         const int first = i / kTileRows * kTileRows, count = rows - first < kTileRows ? rows - first : kTileRows;
         if constexpr (kByTiles) {
+          if (few(group)) {
+            uint32_t* to = q_ + group.row * dim_ + i;
+            load_query(from, op_.head_dim / 2, to, rows);
+            for (int64_t d = op_.head_dim / 2; d < dim_ / 2; ++d) to[d * rows] = 0;
+          } else {
           uint32_t* to = q_ + (group.row + i) * dim_;
           std::memcpy(to, from, sizeof(T) * op_.head_dim);
           std::memset(to + op_.head_dim / 2, 0, 4 * (dim_ / 2 - op_.head_dim / 2));
+          }
         } else {
           load_query(from, steps<T>(op_.head_dim), q_ + (group.row + first) * dim_ + (i - first), count);
         }
@@ -127,6 +134,7 @@ class Pass {
   const T* values(int kv_head) const { return static_cast<const T*>(op_.v_cache) + kv_head * op_.head_dim; }
 
   int rows_of(const Group& group) const { return group.heads * tokens_; }
+  bool few(const Group& group) const { return kByTiles && rows_of(group) <= 16; }
 
   void score_segment() {
     for (int b = from_; b < to_; ++b) {
@@ -137,6 +145,11 @@ class Pass {
 
   // Scores of one block for the rows of a group; tiles that see nothing of it are left out.
   void score_block(const Group& group, int b, const Ahead& ahead) {
+#if SERRIED_amx
+    if constexpr (kByTiles) {
+      if (few(group)) return score_few(group, b, ahead);
+    }
+#endif
     const char* rows[kAttentionBlock];
     const T* k = keys(group.kv_head);
     for (int i = 0; i < kAttentionBlock; ++i)
@@ -149,6 +162,39 @@ class Pass {
       score_rows(row, count, scores_ + row * kScoreStride + b * kAttentionBlock);
     }
   }
+
+#if SERRIED_amx
+  // Up to 16 rows: keys are not turned, and where 16 positions lie side by side not even moved.
+  void score_few(const Group& group, int b, Ahead ahead) {
+    const int first = begin_ + b * kAttentionBlock, rows = rows_of(group);
+    const int tiles = first + 16 < high_ ? 2 : 1;
+    const bool whole = op_.block_size % 16 == 0 && op_.head_dim % 32 == 0 && first + 16 * tiles <= high_;
+    const T* k = keys(group.kv_head);
+    const uint32_t* q = q_ + group.row * dim_;
+    const char* from[2];
+    int64_t stride = int64_t{op_.kv_heads} * op_.head_dim * 2;
+    if (whole) {
+      for (int t = 0; t < 2; ++t) from[t] = reinterpret_cast<const char*>(k + offsets_[b * kAttentionBlock + 16 * t]);
+    } else {
+      char* to = reinterpret_cast<char*>(kt_ + dim_ / 2 * kAttentionBlock);  // where turned keys are not
+      stride = dim_ * 2, from[0] = to, from[1] = to + 16 * stride;
+      for (int i = 0; i < 16 * tiles; ++i, to += stride) {
+        std::memcpy(to, k + offsets_[b * kAttentionBlock + i], 2 * static_cast<size_t>(op_.head_dim));
+        std::memset(to + 2 * op_.head_dim, 0, 2 * static_cast<size_t>(dim_ - op_.head_dim));
+      }
+    }
+    alignas(64) float out[2 * 16 * 16];
+    float* scores = scores_ + group.row * kScoreStride + b * kAttentionBlock;
+    if (tiles == 2) {
+      score_keys<2>(from, stride, q, rows, op_.head_dim / 2, out, ahead);
+      turn_scores(out + 256, rows, scores + 16);
+    } else {
+      score_keys<1>(from, stride, q, rows, op_.head_dim / 2, out, ahead);
+    }
+    turn_scores(out, rows, scores);
+    ahead.fetch(INT64_MAX);
+  }
+#endif
 
   void score_rows(int row, int count, float* scores) {
     const uint32_t* q = q_ + row * dim_;

@@ -194,6 +194,36 @@ inline void score_16_rows(const uint32_t* q, int64_t q_stride, const float* kt, 
   store_tile<0>(scores, 4 * kScoreStride);
   store_tile<1>(scores + 16, 4 * kScoreStride);
 }
+
+// The same bits with keys as the left operand, as they lie in the cache: scores[p][row] of kTiles * 16 positions for
+// up to 16 rows. q: [step][rows]; what a tile reads beyond a step's rows makes columns that nobody reads.
+template <int kTiles>
+[[gnu::always_inline]] inline void score_keys(const char* const* keys, int64_t key_stride, const uint32_t* q, int rows,
+                                              int step_count, float* scores, Ahead& ahead) {
+  asm volatile("tilezero %%tmm0\n tilezero %%tmm1" ::: "memory");
+  for (int d = 0; d < step_count; d += 16) {
+    load_tile<4>(q + d * rows, 4 * int64_t{rows});
+    load_tile<2>(keys[0] + 4 * d, key_stride);
+    if constexpr (kTiles > 1) load_tile<3>(keys[1] + 4 * d, key_stride);
+    asm volatile("tdpbf16ps %%tmm4, %%tmm2, %%tmm0" ::: "memory");
+    if constexpr (kTiles > 1) asm volatile("tdpbf16ps %%tmm4, %%tmm3, %%tmm1" ::: "memory");
+    ahead.fetch(kTiles * 1024);
+  }
+  store_tile<0>(scores, 64);
+  if constexpr (kTiles > 1) store_tile<1>(scores + 256, 64);
+}
+
+// scores[row][16] from [16 positions][16].
+inline void turn_scores(const float* from, int rows, float* scores) {
+  const char* row[16];
+  for (int i = 0; i < 16; ++i) row[i] = reinterpret_cast<const char*>(from + 16 * i);
+  for (int r = 0; r < rows; r += 4) {
+    V t[4];
+    for (int i = 0; i < 4; ++i) t[i] = load_pieces(row + i, 4 * int64_t{r});
+    turn(t);
+    for (int i = 0; i < 4 && r + i < rows; ++i) store(scores + (r + i) * kScoreStride, t[i]);
+  }
+}
 #else
 inline void begin_tiles() {}
 inline void end_tiles() {}
