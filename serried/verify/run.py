@@ -14,6 +14,7 @@ from serried.engine.request import Request
 from serried.engine.scheduler import Scheduled
 from serried.engine.worker import RankInfo
 from serried.errors import InputError
+from serried.parallel.comm import Counters
 from serried.sampling_params import SamplingParams
 
 
@@ -45,7 +46,7 @@ def run_greedy(executor: Executor, prompt: Sequence[int], count: int) -> RunResu
         )
     request.blocks = blocks
     rows = [executor.execute(build_step([Scheduled(request, 0, len(prompt))], size, whole_logits=True)).logits]
-    all_reduces, moved = executor.counters.all_reduces, executor.counters.bytes
+    all_reduces, moved = executor.counters.all_reduces, model_bytes(executor.counters)
     request.append(int(rows[0][-1].argmax()))
     while not request.finish_reason:
         part = Scheduled(request, request.length - 1, request.length)
@@ -61,3 +62,8 @@ def run_greedy(executor: Executor, prompt: Sequence[int], count: int) -> RunResu
         logits=np.concatenate(rows),
         isa=executor.worker.backend.isa,
     )
+
+
+def model_bytes(counters: Counters) -> int:
+    """Bytes that this rank brought to the model's own collectives: a broadcast is torchrun's way to hand out steps."""
+    return sum(count.bytes for name, count in counters.by_operation.items() if name != "broadcast")
