@@ -88,16 +88,14 @@ class Pass {
       for (int i = 0, t = token_, h = 0; i < rows; ++i) {
         const T* from = q + t * q_stride + (group.head + h) * op_.head_dim;
         const int first = i / kTileRows * kTileRows, count = rows - first < kTileRows ? rows - first : kTileRows;
-        if constexpr (kByTiles) {
-          if (few(group)) {
-            uint32_t* to = q_ + group.row * dim_ + i;
-            load_query(from, op_.head_dim / 2, to, rows);
-            for (int64_t d = op_.head_dim / 2; d < dim_ / 2; ++d) to[d * rows] = 0;
-          } else {
+        if (few(group)) {
+          uint32_t* to = q_ + group.row * dim_ + i;
+          load_query(from, op_.head_dim / 2, to, rows);
+          for (int64_t d = op_.head_dim / 2; d < dim_ / 2; ++d) to[d * rows] = 0;
+        } else if constexpr (kByTiles) {
           uint32_t* to = q_ + (group.row + i) * dim_;
           std::memcpy(to, from, sizeof(T) * op_.head_dim);
           std::memset(to + op_.head_dim / 2, 0, 4 * (dim_ / 2 - op_.head_dim / 2));
-          }
         } else {
           load_query(from, steps<T>(op_.head_dim), q_ + (group.row + first) * dim_ + (i - first), count);
         }
@@ -192,7 +190,7 @@ class Pass {
       score_keys<1>(from, stride, q, rows, op_.head_dim / 2, out, ahead);
     }
     turn_scores(out, rows, scores);
-    ahead.fetch(INT64_MAX);
+    ahead.fetch_rest();
   }
 #endif
 
@@ -253,7 +251,7 @@ class Pass {
       for (int g = 0; g < group_count_; ++g) {
         Ahead ahead = share(g);
         add_range(groups_[g], b * kAttentionBlock, (b + 1) * kAttentionBlock, &ahead);
-        ahead.fetch(INT64_MAX);
+        ahead.fetch_rest();
       }
     }
   }
@@ -336,17 +334,19 @@ class Pass {
     const int count = to_ - from_;
     const bool value = j >= count && j < 2 * count;
     const int b = j < count ? from_ + j : value ? from_ + j - count : kBlocks + j - 2 * count;
-    ahead_.row = 0, ahead_.byte = 0, ahead_.row_end = 0;
+    ahead_.row = 0, ahead_.byte = 0, ahead_.due = 0, ahead_.row_end = 0;
     if (b >= 2 * kBlocks || begin_ + b * kAttentionBlock >= high_) return;
     const T* base = value ? values(first_kv_head_) : keys(first_kv_head_);
+    constexpr int kApart = kAttentionBlock / Ahead::kRows;
     for (int i = 0; i < kAttentionBlock; ++i)
-      ahead_rows_[i] = reinterpret_cast<const char*>(base + offsets_[b * kAttentionBlock + i]);
+      ahead_rows_[i % kApart * Ahead::kRows + i / kApart] =
+          reinterpret_cast<const char*>(base + offsets_[b * kAttentionBlock + i]);
     ahead_.rows = ahead_rows_, ahead_.row_end = kAttentionBlock;
   }
 
   void fetch_block(int j) {
     plan_ahead(j);
-    ahead_.fetch(INT64_MAX);
+    ahead_.fetch_rest();
   }
 
   // The stream's width, how far ahead it is fetched (16 KiB or a block: more would leave a short
@@ -367,7 +367,8 @@ class Pass {
   // Group g's part of it.
   Ahead share(int g) const {
     Ahead part = ahead_;
-    part.row = ahead_.row_end * g / group_count_, part.row_end = ahead_.row_end * (g + 1) / group_count_;
+    const int steps = ahead_.row_end / Ahead::kRows;
+    part.row = steps * g / group_count_ * Ahead::kRows, part.row_end = steps * (g + 1) / group_count_ * Ahead::kRows;
     return part;
   }
 

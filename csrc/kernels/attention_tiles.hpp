@@ -1,7 +1,8 @@
 // The two products of attention over 32 positions, as register tiles. Each score is one chain over the head's columns,
 // each output one chain over positions; how many rows share a tile changes no bit.
 //
-// Keys are turned first: kt[step][32 positions], a step being what one instruction multiplies:
+// Keys are turned first: kt[step][32 positions], a step being what one instruction multiplies (AMX with up to 16 rows
+// takes them as they lie instead, for the same bits):
 //   bf16 with vdpbf16ps or AMX:  a pair of columns (32 bits, as stored)
 //   otherwise:                   one column, as float32
 // vdpbf16ps runs at half the rate of float32 FMA on Sapphire Rapids, at twice it on Zen 4; tdpbf16ps at 16 times.
@@ -107,21 +108,25 @@ inline void turn_words(const char* const* row, int word, float* kt, N... n) {
   }
 }
 
-// Walks memory that will be wanted next, a few lines at a time, while other work goes on.
+// Walks memory that will be wanted next, a few lines at a time, while other work goes on: four rows side by side, since
+// the core's own prefetcher follows each page for itself.
 struct Ahead {
+  static constexpr int kRows = 4;
   const char* const* rows = nullptr;  // each `bytes` long
   int64_t bytes = 0;
-  int row = 0, row_end = 0;
-  int64_t byte = 0;
+  int row = 0, row_end = 0;  // multiples of kRows
+  int64_t byte = 0, due = 0;
 
   // Fetches about as much as has been consumed.
   void fetch(int64_t consumed) {
-    for (; consumed > 0 && row < row_end; consumed -= 64) {
-      __builtin_prefetch(rows[row] + byte, 0, 2);
+    due += consumed;
+    for (; due >= 64 * kRows && row < row_end; due -= 64 * kRows) {
+      for (int i = 0; i < kRows; ++i) __builtin_prefetch(rows[row + i] + byte, 0, 2);
       byte += 64;
-      if (byte >= bytes) byte = 0, ++row;
+      if (byte >= bytes) byte = 0, row += kRows;
     }
   }
+  void fetch_rest() { fetch(INT64_MAX / 2); }
 };
 
 // kt [steps, rounded up to a multiple of 4 words][32] from 32 rows of keys.
