@@ -18,7 +18,7 @@ void wait_until_at(const Signal& signal, uint32_t turn) {
 }  // namespace
 
 Pool::Pool(int threads, std::vector<int> cpus, void (*begin)())
-    : threads_(threads), workers_(std::make_unique<Worker[]>(threads)) {
+    : threads_(threads), caller_cpu_(cpus.empty() ? -1 : cpus[0]), workers_(std::make_unique<Worker[]>(threads)) {
   if (threads < 1) throw std::invalid_argument("a pool needs at least one thread");
   try {
     for (int i = 1; i < threads; ++i) {

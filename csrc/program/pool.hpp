@@ -10,8 +10,8 @@
 
 namespace serried {
 
-// The thread that calls run() is thread 0, so a pool of one thread has none of its own. It is never bound to a core:
-// threads that libraries start later would inherit the mask. Threads that have no work sleep. One run at a time.
+// The thread that calls run() is thread 0, so a pool of one thread has none of its own. The pool does not bind it to a
+// core: threads that libraries start later would inherit the mask. (A program binds it for the time of a step.) Threads that have no work sleep. One run at a time.
 class Pool {
  public:
   // cpus: thread i > 0 is bound to cpus[i % size]; empty: none is bound. begin: called once by each thread but thread
@@ -23,6 +23,8 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   int threads() const { return threads_; }
+  // The core that is left for the calling thread while it works; -1: any.
+  int caller_cpu() const { return caller_cpu_; }
 
   // f(thread, threads) on every thread; returns when all are done. The first exception comes out here, after that.
   template <class F>
@@ -59,6 +61,7 @@ class Pool {
   void end();
 
   const int threads_;
+  const int caller_cpu_;
   Work work_{};
   std::unique_ptr<Worker[]> workers_;
   std::atomic<bool> failed_{false};
