@@ -275,7 +275,7 @@ def test_an_interrupt_ends_a_wait() -> None:
     ranks[1].send_signal(19)
     time.sleep(0.3)
     ranks[0].send_signal(2)
-    _, errors = ranks[0].communicate(timeout=5)
+    _, errors = ranks[0].communicate(timeout=30)
     assert "KeyboardInterrupt" in errors
     ranks[1].kill()
     ranks[1].communicate()
