@@ -216,9 +216,10 @@ def missing(comm: TorchComm) -> None:
 
 
 def endless(comm: TorchComm, victim: int, how: str) -> None:
-    """All-reduce for ever, with a deadline of 1.5 s, until the victim dies or stops inside one, or raises."""
+    """All-reduce for ever, with a deadline of 4 s, until the victim dies or stops inside one, or raises."""
     store = PrefixStore("endless", comm._group.store)
-    comm = TorchComm(store, comm.rank, comm.size, timeout=1.5, loopback=True)
+    comm = TorchComm(store, comm.rank, comm.size, timeout=4, loopback=True)
+    comm.barrier()  # all have joined before the victim meets its fate
     if how.startswith("SIG") and comm.rank == victim:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.Signals[how])).start()
     for turn in range(1_000_000):
