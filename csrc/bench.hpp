@@ -32,7 +32,7 @@ inline double multiply_rate(const Kernels& k, Pool& pool, Dtype dtype, int64_t i
 }
 
 // Seconds of one linear over `tokens` rows; leaves empty: one leaf over all inputs.
-inline double linear_seconds(const Kernels& k, Pool& pool, const Linear& given, Dtype dtype, std::vector<Leaf> leaves,
+inline double linear_seconds(const Kernels& k, Pool& pool, const Linear& given, Format format, std::vector<Leaf> leaves,
                              const void* x, int64_t x_stride, float* y, int32_t tokens) {
   Linear linear = given;
   if (leaves.empty()) leaves = {Leaf{0, linear.inputs, 0, 1}};
@@ -41,7 +41,7 @@ inline double linear_seconds(const Kernels& k, Pool& pool, const Linear& given, 
   linear.nodes = 0;
   for (const Leaf& leaf : leaves) linear.nodes += leaf.ends_node;
   const int64_t start = now_ns();
-  run_linear(k, pool, linear, dtype, x, x_stride, y, int64_t{linear.tiles} * kTile, tokens);
+  run_linear(k, pool, linear, format, x, x_stride, y, int64_t{linear.tiles} * kTile, tokens);
   return static_cast<double>(now_ns() - start) * 1e-9;
 }
 

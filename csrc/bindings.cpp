@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -48,6 +49,22 @@ Dtype dtype_of(const std::string& name) {
   throw std::invalid_argument("dtype " + name + ": the native kernels take float32 and bfloat16");
 }
 
+// Of what is multiplied, which may be int8 too.
+Dtype factor_of(const std::string& name) { return name == "int8" ? Dtype::kInt8 : dtype_of(name); }
+
+Format format_of(const std::string& name) {
+  if (name == "float32") return Format::kFloat32;
+  if (name == "bfloat16") return Format::kBFloat16;
+  if (name == "int8") return Format::kInt8;
+  if (name == "int4") return Format::kInt4;
+  if (name == "int4_min") return Format::kInt4Min;
+  throw std::invalid_argument("format " + name + ": weights are float32, bfloat16, int8, int4 or int4_min");
+}
+
+const char* name_of(Dtype dtype) {
+  return dtype == Dtype::kFloat32 ? "float32" : dtype == Dtype::kBFloat16 ? "bfloat16" : "int8";
+}
+
 Activation activation_of(const std::string& name) {
   if (name == "silu") return Activation::kSilu;
   if (name == "gelu") return Activation::kGelu;
@@ -60,23 +77,46 @@ class Store {
  public:
   explicit Store(const KernelSet& kernels) : k_(*kernels.table) {}
 
-  Weight linear(int64_t outputs, int64_t columns, const std::string& dtype) {
-    Weight weight{dtype_of(dtype), outputs, columns, round_up(columns, kPad), nullptr};
-    weight.data = arena_.allocate(static_cast<size_t>(weight.tiles()) * kTile * static_cast<size_t>(weight.inputs) *
-                                  bytes_of(weight.dtype));
+  Weight linear(int64_t outputs, int64_t columns, const std::string& format) {
+    Weight weight{format_of(format), outputs, columns, round_up(columns, kPad), nullptr};
+    weight.data = arena_.allocate(static_cast<size_t>(weight.bytes()));
     return weight;
   }
 
   Weight vector(int64_t size) {
-    return {Dtype::kFloat32, size, 0, 0, arena_.allocate(static_cast<size_t>(round_up(size, kTile)) * sizeof(float))};
+    return {Format::kFloat32, size, 0, 0, arena_.allocate(static_cast<size_t>(round_up(size, kTile)) * sizeof(float))};
   }
 
-  // Rows of a linear's weight, from row-major memory of float32 or bf16.
+  // Rows of a linear's weight, from row-major memory of float32 or bf16: rounded, or quantized a few rows at a time.
   void write(const Weight& weight, int64_t row, int64_t rows, uintptr_t source, const std::string& from,
              int64_t stride) const {
-    if (row < 0 || rows < 0 || row + rows > weight.outputs) throw std::out_of_range("rows beyond the weight's");
-    k_.pack(weight.data, weight.dtype, static_cast<int32_t>(weight.inputs), row, rows,
-            reinterpret_cast<const void*>(source), dtype_of(from), weight.columns, stride);
+    check_rows(weight, row, rows);
+    const Dtype dtype = dtype_of(from);
+    const auto inputs = static_cast<int32_t>(weight.inputs);
+    const auto* values = reinterpret_cast<const char*>(source);
+    if (!quantized(weight.format)) {
+      k_.pack(weight.data, weight.format, inputs, row, rows, values, dtype, weight.columns, stride);
+      return;
+    }
+    const int64_t groups = weight.inputs / kGroup, width = groups * block_bytes(weight.format);
+    const int64_t piece = std::max<int64_t>(1, kScratch / std::max<int64_t>(1, width));
+    std::vector<char> blocks(static_cast<size_t>(std::min(piece, rows) * width));
+    for (int64_t first = 0; first < rows; first += piece) {
+      const int64_t count = std::min(piece, rows - first);
+      const char* at = values + static_cast<size_t>(first * stride) * bytes_of(dtype);
+      k_.quantize(weight.format, at, dtype, count, weight.columns, stride, blocks.data(), width);
+      k_.pack_blocks(weight.data, weight.format, inputs, row + first, count, blocks.data(), groups, width);
+    }
+  }
+
+  // The same from rows of blocks of GGML that are in the weight's format already.
+  void write_blocks(const Weight& weight, int64_t row, int64_t rows, uintptr_t blocks, int64_t stride) const {
+    check_rows(weight, row, rows);
+    if (!quantized(weight.format)) throw std::invalid_argument("blocks for a weight that is not quantized");
+    const int64_t groups = weight.inputs / kGroup;
+    if (stride < groups * block_bytes(weight.format)) throw std::out_of_range("rows of too few blocks");
+    k_.pack_blocks(weight.data, weight.format, static_cast<int32_t>(weight.inputs), row, rows,
+                   reinterpret_cast<const void*>(blocks), groups, stride);
   }
 
   void write_vector(const Weight& weight, int64_t at, Floats values) const {
@@ -88,9 +128,20 @@ class Store {
   uintptr_t allocate(size_t bytes) { return reinterpret_cast<uintptr_t>(arena_.allocate(bytes)); }
 
  private:
+  static constexpr int64_t kScratch = 1 << 18;  // bytes of blocks on their way into tiles, in a second-level cache
+
+  static void check_rows(const Weight& weight, int64_t row, int64_t rows) {
+    if (row < 0 || rows < 0 || row + rows > weight.outputs) throw std::out_of_range("rows beyond the weight's");
+  }
+
   const Kernels& k_;
   Arena arena_;
 };
+
+// Columns between rows of x that a linear by itself takes; those of int8 come in whole tiles.
+int64_t input_stride(const Weight& weight) {
+  return quantized(weight.format) ? round_up(weight.inputs, kTile) : weight.inputs;
+}
 
 // Sizes of the nine arrays, then the arrays: see StepInput.pack in serried/backends/step.py.
 Step unpack(const Ints& flat, Logits& logits) {
@@ -109,11 +160,11 @@ Step unpack(const Ints& flat, Logits& logits) {
   return {at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], data[0], data[4], data[7], logits.data()};
 }
 
-Attention attention_of(int query_heads, int kv_heads, int head_dim, float scale, int window, const std::string& dtype,
-                       const Weight* q_norm, const Weight* k_norm, float eps, const Weight& cos, const Weight& sin,
-                       uintptr_t k_cache, uintptr_t v_cache, int block_size) {
+Attention attention_of(int query_heads, int kv_heads, int head_dim, int rotary_dim, float scale, float softcap,
+                       int window, const std::string& dtype, const Weight* q_norm, const Weight* k_norm, float eps,
+                       const Weight& cos, const Weight& sin, uintptr_t k_cache, uintptr_t v_cache, int block_size) {
   const auto floats = [](const Weight* w) { return w ? static_cast<const float*>(w->data) : nullptr; };
-  return {query_heads,   kv_heads,      head_dim, nullptr,      scale,        window,
+  return {query_heads, kv_heads, head_dim, rotary_dim, nullptr, scale, softcap, window,
           dtype_of(dtype), floats(q_norm), floats(k_norm), eps, floats(&cos), floats(&sin),
           reinterpret_cast<void*>(k_cache), reinterpret_cast<void*>(v_cache), block_size};
 }
@@ -167,40 +218,38 @@ void bind_program(nb::module_& m) {
            },
            "counts"_a, "adds"_a, "result"_a, "leaves"_a);
   nb::class_<Attention>(m, "Attention").def("__init__", [](Attention* self, int query_heads, int kv_heads, int head_dim,
-      float scale, int window, const std::string& dtype, const Weight* q_norm, const Weight* k_norm, float eps,
-      const Weight& cos, const Weight& sin, uintptr_t k_cache, uintptr_t v_cache, int block_size) {
-        new (self) Attention(attention_of(query_heads, kv_heads, head_dim, scale, window, dtype, q_norm, k_norm, eps,
-                                          cos, sin, k_cache, v_cache, block_size));
-      }, "query_heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "dtype"_a, "q_norm"_a.none(),
-      "k_norm"_a.none(), "eps"_a, "cos"_a, "sin"_a, "k_cache"_a, "v_cache"_a, "block_size"_a);
+      int rotary_dim, float scale, float softcap, int window, const std::string& dtype, const Weight* q_norm,
+      const Weight* k_norm, float eps, const Weight& cos, const Weight& sin, uintptr_t k_cache, uintptr_t v_cache,
+      int block_size) {
+        new (self) Attention(attention_of(query_heads, kv_heads, head_dim, rotary_dim, scale, softcap, window, dtype,
+                                          q_norm, k_norm, eps, cos, sin, k_cache, v_cache, block_size));
+      }, "query_heads"_a, "kv_heads"_a, "head_dim"_a, "rotary_dim"_a, "scale"_a, "softcap"_a,
+      "window"_a, "dtype"_a, "q_norm"_a.none(), "k_norm"_a.none(), "eps"_a, "cos"_a, "sin"_a, "k_cache"_a, "v_cache"_a,
+      "block_size"_a);
   nb::class_<Program>(m, "Program")
       .def("__init__",
            [](Program* self, const KernelSet& kernels, Pool& pool, ShmComm* comm, int64_t tokens, int64_t rows,
-              int64_t two_shot_from) {
-             new (self) Program(*kernels.table, pool, comm, tokens, rows, two_shot_from);
+              int64_t two_shot_from, const std::string& dtype) {
+             new (self) Program(*kernels.table, pool, comm, tokens, rows, two_shot_from, dtype_of(dtype));
            },
-           "kernels"_a, "pool"_a, "comm"_a.none(), "max_tokens"_a, "max_logit_rows"_a, "two_shot_from"_a, nb::keep_alive<1, 2>(),
-           nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+           "kernels"_a, "pool"_a, "comm"_a.none(), "max_tokens"_a, "max_logit_rows"_a, "two_shot_from"_a, "dtype"_a,
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
       .def("embed", &Program::embed)
-      .def("norm", [](Program& p, int x, const Weight& w, float eps, const std::string& out) {
-        return p.norm(x, w, eps, dtype_of(out)); })
+      .def("norm", &Program::norm)
       .def("linear", &Program::linear, "x"_a, "weight"_a, "bias"_a.none())
       .def("linear_nodes", &Program::linear_nodes)
       .def("reduce", &Program::reduce, "nodes"_a, "plan"_a, "bias"_a.none(), "columns"_a)
-      .def("reduce_add_norm", [](Program& p, int nodes, const Plan& plan, const Weight* bias, int residual,
-                                 const Weight& w, float eps, const std::string& out) {
-        return p.reduce_add_norm(nodes, plan, bias, residual, w, eps, dtype_of(out)); },
-           "nodes"_a, "plan"_a, "bias"_a.none(), "residual"_a, "weight"_a, "eps"_a, "out"_a)
+      .def("reduce_add_norm", &Program::reduce_add_norm, "nodes"_a, "plan"_a, "bias"_a.none(), "residual"_a, "weight"_a,
+           "eps"_a)
+      .def("norm_add_norm", &Program::norm_add_norm)
       .def("activation", [](Program& p, int x, const std::string& name) { return p.activation(x, activation_of(name)); })
-      .def("gated", [](Program& p, int x, const std::string& name, const std::string& out) {
-        return p.gated(x, activation_of(name), dtype_of(out)); })
+      .def("gated", [](Program& p, int x, const std::string& name) { return p.gated(x, activation_of(name)); })
       .def("attention", &Program::attention)
-      .def("columns", [](Program& p, int x, int64_t start, int64_t stop, const std::string& out) {
-        return p.columns(x, start, stop, dtype_of(out)); })
+      .def("columns", &Program::columns)
       .def("gather_columns", &Program::gather_columns)
       .def("select_rows", &Program::select_rows)
       .def("logits", &Program::logits)
-      .def("dtype", [](Program& p, int x) { return p.buffer(x).dtype == Dtype::kFloat32 ? "float32" : "bfloat16"; })
+      .def("dtype", [](Program& p, int x) { return name_of(p.dtype(x)); })
       .def("finish", &Program::finish)
       .def_prop_ro("operators", &Program::operators)
       .def_prop_ro("buffer_bytes", &Program::buffer_bytes)
@@ -225,14 +274,14 @@ void bind_bench(nb::module_& m) {
   });
   m.def("multiply_rate", [](const KernelSet& k, Pool& pool, const std::string& dtype, int64_t iterations) {
     nb::gil_scoped_release release;
-    return multiply_rate(*k.table, pool, dtype_of(dtype), iterations);
+    return multiply_rate(*k.table, pool, factor_of(dtype), iterations);
   });
   m.def("linear_seconds", [](const KernelSet& k, Pool& pool, const Weight& w, const Plan* plan, uintptr_t x, uintptr_t y,
                              int32_t tokens) {
     nb::gil_scoped_release release;
     const Linear linear{w.data, nullptr, nullptr, 1, 1, static_cast<int32_t>(w.inputs), w.tiles()};
-    return linear_seconds(*k.table, pool, linear, w.dtype, plan ? plan->leaves : std::vector<Leaf>{},
-                          reinterpret_cast<const void*>(x), w.inputs, reinterpret_cast<float*>(y), tokens);
+    return linear_seconds(*k.table, pool, linear, w.format, plan ? plan->leaves : std::vector<Leaf>{},
+                          reinterpret_cast<const void*>(x), input_stride(w), reinterpret_cast<float*>(y), tokens);
   }, "kernels"_a, "pool"_a, "weight"_a, "plan"_a.none(), "x"_a, "y"_a, "tokens"_a);
 }
 
@@ -254,9 +303,23 @@ NB_MODULE(_core, m) {
       .def("exp_sum", [](const KernelSet& k, Floats x, float max, Floats out) {
         k.table->exp_sum(x.data(), static_cast<int64_t>(x.size()), max, out.data());
       })
+      .def("quantize", [](const KernelSet& k, const std::string& format, uintptr_t source, const std::string& from,
+                          int64_t rows, int64_t columns, int64_t stride, uintptr_t blocks, int64_t block_stride) {
+        const Format to = format_of(format);
+        const Dtype dtype = dtype_of(from);
+        nb::gil_scoped_release release;
+        k.table->quantize(to, reinterpret_cast<const void*>(source), dtype, rows, columns, stride,
+                          reinterpret_cast<void*>(blocks), block_stride);
+      })
+      .def("repack_q4_k", [](const KernelSet& k, uintptr_t source, int64_t stride, int64_t rows, int64_t superblocks,
+                             uintptr_t blocks, int64_t block_stride) {
+        nb::gil_scoped_release release;
+        k.table->repack_q4_k(reinterpret_cast<const void*>(source), stride, rows, superblocks,
+                             reinterpret_cast<void*>(blocks), block_stride);
+      })
       .def("multiply", [](const KernelSet& k, const std::string& dtype, int64_t n) {
         nb::gil_scoped_release release;
-        return k.table->multiply(dtype_of(dtype), n);
+        return k.table->multiply(factor_of(dtype), n);
       })
       .def("read", [](const KernelSet& k, uintptr_t data, size_t n) {
         nb::gil_scoped_release release;
@@ -266,12 +329,15 @@ NB_MODULE(_core, m) {
       .def_ro("outputs", &Weight::outputs)
       .def_ro("columns", &Weight::columns)
       .def_ro("padded_inputs", &Weight::inputs)
+      .def_prop_ro("bytes", &Weight::bytes)
+      .def_prop_ro("input_bytes", [](const Weight& w) { return row_bytes(input_of(w.format), input_stride(w)); })
       .def_prop_ro("padded_outputs", [](const Weight& w) { return int64_t{w.tiles()} * kTile; });
   nb::class_<Store>(m, "Store")
       .def(nb::init<const KernelSet&>(), nb::keep_alive<1, 2>())
       .def("linear", &Store::linear)
       .def("vector", &Store::vector)
       .def("write", &Store::write, nb::call_guard<nb::gil_scoped_release>())
+      .def("write_blocks", &Store::write_blocks, nb::call_guard<nb::gil_scoped_release>())
       .def("write_vector", &Store::write_vector)
       .def("allocate", &Store::allocate);
   nb::class_<Pool>(m, "Pool")

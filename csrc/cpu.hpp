@@ -19,6 +19,13 @@ inline bool has_amx() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   return (d & kBf16) && (d & kTile) && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
+
+// vpdpbusd in 256 bits, encoded as AVX2 is: Alder Lake's cores and their successors, but no Zen before the fifth.
+inline bool has_avx_vnni() {
+  unsigned a, b, c, d;
+  constexpr unsigned kAvxVnni = 1U << 4;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kAvxVnni);
+}
 #endif
 
 inline std::vector<std::string> cpu_isas() {
@@ -27,6 +34,7 @@ inline std::vector<std::string> cpu_isas() {
   __builtin_cpu_init();
   if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))) return isas;
   isas.emplace_back("avx2");
+  if (has_avx_vnni()) isas.emplace_back("avx2_vnni");
   if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl")))
     return isas;

@@ -22,6 +22,7 @@ struct Case {
   int query_heads, kv_heads, dim, block_size, window, length;
   std::vector<int32_t> map;
   Dtype dtype;
+  float softcap = 0;
 };
 
 // The same keys and values for a seed, whatever the block size; every slot that is not written is NaN.
@@ -53,7 +54,7 @@ struct Cache {
     Attention a{};
     a.query_heads = c.query_heads, a.kv_heads = c.kv_heads, a.head_dim = c.dim, a.kv_map = c.map.data();
     a.scale = 1.0f / std::sqrt(float(c.dim)), a.window = c.window, a.dtype = c.dtype, a.block_size = c.block_size;
-    a.k_cache = k.data(), a.v_cache = v.data();
+    a.k_cache = k.data(), a.v_cache = v.data(), a.softcap = c.softcap;
     return a;
   }
   // Rows [begin, end) of the sequence (row = position) and heads into out; the scratch is exactly as large as asked.
@@ -88,6 +89,7 @@ std::vector<double> reference(const Cache& x, int row, int head) {
     for (int i = 0; i < c.dim; ++i)
       dot += double(x.q[(size_t(row) * c.query_heads + head) * c.dim + i]) * x.k[x.at(p) + kv * c.dim + i];
     s.push_back(dot * (1.0f / std::sqrt(float(c.dim))));
+    if (c.softcap > 0) s.back() = c.softcap * std::tanh(s.back() / c.softcap);
     top = std::max(top, s.back());
   }
   for (double& w : s) total += w = std::exp(w - top);
@@ -158,12 +160,13 @@ void check_attends() {
       for (int length : {1, 31, 33, 300, 530}) {
         const auto& [kv_heads, map] = maps[seed % maps.size()];
         const int window = seed % 3 == 0 ? 1 + int(seed * 37 % 290) : 0;
-        check_attend({int(map.size()), kv_heads, dim, 5, window, length, map, dtype}, seed++);
+        const float softcap = seed % 4 == 1 ? 0.3f : 0;
+        check_attend({int(map.size()), kv_heads, dim, 5, window, length, map, dtype, softcap}, seed++);
       }
   check_attend({70, 1, 16, 16, 0, 90, std::vector<int32_t>(70, 0), Dtype::kBFloat16}, 999);
 }
 
-void check_rope_case(Dtype dtype, int dim, bool norm) {
+void check_rope_case(Dtype dtype, int dim, int rotary, bool norm) {
   const int heads = 3, kv_heads = 2, tokens = 5, slots = 9;
   std::mt19937 random(dim);
   const int64_t stride = (heads + 2 * kv_heads) * dim + 3;
@@ -172,7 +175,8 @@ void check_rope_case(Dtype dtype, int dim, bool norm) {
   const std::vector<int32_t> positions = {3, 4, 5, 19, 0}, places = {8, 0, 3, 7, 2};
   Buffer k(dtype, slots * kv_heads * dim, 5), v(dtype, slots * kv_heads * dim, 5), q(dtype, tokens * heads * dim, 5);
   Attention a{};
-  a.query_heads = heads, a.kv_heads = kv_heads, a.head_dim = dim, a.dtype = dtype, a.norm_eps = 1e-6f;
+  a.query_heads = heads, a.kv_heads = kv_heads, a.head_dim = dim, a.rotary_dim = rotary, a.dtype = dtype;
+  a.norm_eps = 1e-6f;
   a.cos = cos.data(), a.sin = sin.data(), a.k_cache = k.data(), a.v_cache = v.data();
   if (norm) a.q_norm = weights.data(), a.k_norm = weights.data() + dim;
   rope_write(a, qkv.data(), stride, positions.data(), places.data(), q.data(), heads * dim, 0, 2);
@@ -186,10 +190,11 @@ void check_rope_case(Dtype dtype, int dim, bool norm) {
       for (int i = 0; i < dim; ++i) square += double(x[i]) * x[i];
       const double scale = norm ? 1 / std::sqrt(square / dim + 1e-6) : 1;
       for (int i = 0; i < dim; ++i) {
-        const int half = dim / 2, j = i % half;
+        const int half = rotary / 2, j = i % half;
         const double c = cos[positions[t] * half + j], s = sin[positions[t] * half + j];
         const double p = x[j] * scale * (norm ? w[j] : 1), r = x[half + j] * scale * (norm ? w[half + j] : 1);
-        const double want = i < half ? p * c - r * s : r * c + p * s;
+        const double still = x[i] * scale * (norm ? w[i] : 1);
+        const double want = i < half ? p * c - r * s : i < rotary ? r * c + p * s : still;
         const double got = h < heads ? q[(t * heads + h) * dim + i] : k[(places[t] * kv_heads + h - heads) * dim + i];
         expect(std::abs(got - want) <= tolerance * (1 + std::abs(want)), "rope_write against double");
       }
@@ -282,7 +287,8 @@ int main(int count, char** arguments) {
     check_pointwise();
     for (Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16})
       for (int dim : {2, 20, 24, 64, 80, 128, 256})
-        for (bool norm : {false, true}) check_rope_case(dtype, dim, norm);
+        for (bool norm : {false, true})
+          for (int rotary : {dim, 2, std::max(2, dim / 4 * 2)}) check_rope_case(dtype, dim, rotary, norm);
     check_attends();
     std::printf("%lld checks, %lld failures\n", checks, failures);
   }

@@ -4,94 +4,10 @@
 //       -DSERRIED_ISA_NAME='"avx2"' -mavx2 -mfma -mf16c -mbmi -mbmi2 csrc/checks/linear_check.cpp -o linear_check
 //   ./linear_check          checks, then speeds
 //   ./linear_check check    checks only;  ./linear_check speed: speeds only (of bf16, float32 or pack, if named)
-#include <sys/mman.h>
-#include <time.h>
-
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <random>
-#include <string>
-#include <vector>
-
-#include "../kernels/linear.hpp"
+#include "linear_support.hpp"
 
 namespace serried {
 namespace {
-
-// The thread's own time: other processes may have the core in between.
-double now() {
-  timespec time;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
-
-// Memory in 2 MB pages, as the engine's arena is.
-class Buffer {
- public:
-  explicit Buffer(size_t bytes) : bytes_((bytes + 2 * kPage) / kPage * kPage) {
-    void* base = mmap(nullptr, bytes_ + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (base == MAP_FAILED) std::abort();
-    base_ = static_cast<char*>(base);
-    data_ = base_ + (kPage - reinterpret_cast<uintptr_t>(base_) % kPage);
-    madvise(data_, bytes_, MADV_HUGEPAGE);
-    std::memset(data_, 0, bytes_);
-  }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { munmap(base_, bytes_ + kPage); }
-  template <class T = char>
-  T* as() {
-    return reinterpret_cast<T*>(data_);
-  }
-
- private:
-  static constexpr size_t kPage = 2 << 20;
-  size_t bytes_;
-  char *base_, *data_;
-};
-
-std::mt19937_64 random_bits(1);
-int pick(int low, int high) { return low + static_cast<int>(random_bits() % static_cast<uint64_t>(high - low + 1)); }
-float normal() {
-  static std::normal_distribution<float> distribution;
-  return distribution(random_bits);
-}
-
-// The halving of [begin, end) in units, left part rounded up, to a depth of 6; nodes are the subtrees at depth `cut`.
-struct Table {
-  std::vector<Leaf> leaves;
-  int nodes = 0;
-
-  void node(int begin, int end, int unit, int depth, int cut) {
-    if (depth < cut && end - begin > 1) {
-      const int middle = begin + (end - begin + 1) / 2;
-      node(begin, middle, unit, depth + 1, cut);
-      node(middle, end, unit, depth + 1, cut);
-      return;
-    }
-    tree(begin, end, unit, depth);
-    leaves.back().ends_node = 1;
-    ++nodes;
-  }
-  void tree(int begin, int end, int unit, int depth) {
-    if (depth == 6 || end - begin == 1) {
-      leaves.push_back({begin * unit, end * unit, 0, 0});
-      return;
-    }
-    const int middle = begin + (end - begin + 1) / 2;
-    tree(begin, middle, unit, depth + 1);
-    tree(middle, end, unit, depth + 1);
-    ++leaves.back().pops;
-  }
-};
-
-Table one_leaf(int inputs) { return {{{0, inputs, 0, 1}}, 1}; }
-Table tree_of(int units, int unit, int cut = 0) {
-  Table table;
-  table.node(0, units, unit, 0, cut);
-  return table;
-}
 
 struct Case {
   Dtype dtype;
@@ -113,7 +29,7 @@ struct Case {
         x(element * x_stride * tokens) {
     w_values.resize(static_cast<size_t>(outputs) * inputs);
     for (float& value : w_values) value = normal() * 0.05f;
-    pack(weight.as(), dtype, inputs, 0, outputs, w_values.data(), Dtype::kFloat32, inputs, inputs);
+    pack(weight.as(), format_of(dtype), inputs, 0, outputs, w_values.data(), Dtype::kFloat32, inputs, inputs);
     x_values.resize(static_cast<size_t>(tokens) * inputs);
     for (float& value : x_values) value = normal();
     if (dtype == Dtype::kBFloat16) {
@@ -130,6 +46,7 @@ struct Case {
     linear = {weight.as(), with_bias ? bias.data() : nullptr, table.leaves.data(),
               static_cast<int32_t>(table.leaves.size()), table.nodes, inputs, tiles};
   }
+  static Format format_of(Dtype dtype) { return dtype == Dtype::kBFloat16 ? Format::kBFloat16 : Format::kFloat32; }
   static float rounded(float value) { return linear_detail::bf16_value(linear_detail::bf16_bits(value)); }
   void put(int64_t at, float value) {
     if (dtype == Dtype::kBFloat16) {
@@ -296,7 +213,7 @@ void check_case(Case&& c) {
 }
 
 void check_pack() {
-  for (const Dtype weight : {Dtype::kBFloat16, Dtype::kFloat32}) {
+  for (const Format weight : {Format::kBFloat16, Format::kFloat32}) {
     for (const Dtype from : {Dtype::kBFloat16, Dtype::kFloat32}) {
       const int columns = 77, rows = 150, inputs = 96, stride = 80;
       std::vector<float> values(rows * stride);
@@ -317,7 +234,7 @@ void check_pack() {
         unpack_row(tiles.as(), weight, inputs, r, out.data(), inputs);
         for (int k = 0; k < inputs; ++k) {
           float want = r < rows && k < columns ? values[r * stride + k] : 0.0f;
-          if (half || weight == Dtype::kBFloat16) want = Case::rounded(want);
+          if (half || weight == Format::kBFloat16) want = Case::rounded(want);
           if (std::memcmp(&out[k], &want, 4) != 0) {
             std::printf("FAILED pack: row %d k %d: %g, not %g\n", r, k, out[k], want);
             std::exit(1);
@@ -369,22 +286,6 @@ void check_all() {
 }
 
 // ---- Speeds ----
-
-template <class F>
-double seconds(F&& call) {
-  const double start = now();
-  call();
-  return now() - start;
-}
-
-template <class F>
-double best(int rounds, F&& call) {
-  double least = 1e9;
-  for (int i = 0; i < rounds; ++i) least = std::min(least, seconds(call));
-  return least;
-}
-
-volatile uint64_t sink;
 
 void decode_speed(Dtype dtype, int outputs, int inputs, const Table& table) {
   // Copies of the weight that no cache holds together (though a server's last-level cache may).
@@ -444,11 +345,11 @@ void prefill_speed(Dtype dtype, int outputs, int inputs, const Table& table) {
 void pack_speed() {
   const int rows = 4096, columns = 2048;
   Buffer tiles(size_t{4} * rows * columns), source(size_t{4} * rows * columns);
-  for (const Dtype weight : {Dtype::kBFloat16, Dtype::kFloat32}) {
+  for (const Format weight : {Format::kBFloat16, Format::kFloat32}) {
     for (const Dtype from : {Dtype::kBFloat16, Dtype::kFloat32}) {
       const double time =
           best(3, [&] { pack(tiles.as(), weight, columns, 0, rows, source.as(), from, columns, columns); });
-      std::printf("pack %s from %s: %.1f GB/s of source\n", weight == Dtype::kBFloat16 ? "bf16" : "float32",
+      std::printf("pack %s from %s: %.1f GB/s of source\n", weight == Format::kBFloat16 ? "bf16" : "float32",
                   from == Dtype::kBFloat16 ? "bf16" : "float32",
                   (from == Dtype::kBFloat16 ? 2.0 : 4.0) * rows * columns / time / 1e9);
     }

@@ -38,7 +38,7 @@ void check_rounding() {
   }
   x[0] = NAN, x[1] = INFINITY, x[2] = -INFINITY, x[3] = 3.4e38f, x[4] = -0.0f;
   std::vector<uint16_t> y(5000, 9);
-  round_rows(x.data(), 4099, y.data(), Dtype::kBFloat16, 4099, 5000, 1);
+  round_rows(x.data(), Dtype::kFloat32, 4099, y.data(), Dtype::kBFloat16, 4099, 5000, 1);
   for (size_t i = 0; i < x.size(); ++i) expect(y[i] == narrow(x[i]), "round to bf16");
   for (size_t i = x.size(); i < 5000; ++i) expect(y[i] == 0, "round: zero padding");
 }

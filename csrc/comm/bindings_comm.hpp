@@ -6,9 +6,11 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <string>
 
 #include "comm/shm.hpp"
+#include "comm/wait.hpp"
 
 namespace serried {
 
@@ -88,7 +90,8 @@ inline void bind_comm_operations(nb::class_<ShmComm>& comm) {
           free, nb::arg("x"), nb::arg("bytes"), nb::arg("source"))
       .def("barrier", &ShmComm::barrier, free)
       .def("agree_min", &ShmComm::agree_min, free, nb::arg("value"))
-      .def("subgroup", &ShmComm::subgroup, free, nb::arg("ranks"));
+      .def("subgroup", &ShmComm::subgroup, free, nb::arg("ranks"))
+      .def("step_ring", &ShmComm::step_ring, free);
 }
 
 inline nb::dict comm_stats(const ShmComm& comm) {
@@ -105,6 +108,22 @@ inline void bind_comm(nb::module_& m) {
   comm_error_type() = PyErr_NewException(name.c_str(), PyExc_RuntimeError, nullptr);
   m.attr("CommError") = nb::handle(comm_error_type());
   nb::register_exception_translator(translate_comm_error);
+
+  nb::class_<StepRing>(m, "StepRing")
+      .def(
+          "write",
+          [](StepRing& ring, uintptr_t data, size_t bytes, double timeout) {
+            ring.write(pointer<const void>(data), bytes, static_cast<int64_t>(std::min(timeout, 1e9) * kSecond));
+          },
+          nb::call_guard<nb::gil_scoped_release>(), nb::arg("data"), nb::arg("bytes"), nb::arg("timeout"))
+      .def("read", [](StepRing& ring) {
+        std::string frame;
+        {
+          nb::gil_scoped_release release;
+          frame = ring.read();
+        }
+        return nb::bytes(frame.data(), frame.size());
+      });
 
   nb::class_<ShmComm> comm(m, "ShmComm");
   comm.def(

@@ -299,6 +299,15 @@ std::unique_ptr<ShmComm> ShmComm::subgroup(const std::vector<int>& ranks) {
   return group;
 }
 
+std::unique_ptr<StepRing> ShmComm::step_ring() {
+  Call call(*this, Op::kSubgroup, 0);
+  uint64_t* own = static_cast<uint64_t*>(next());
+  if (rank_ == 0) *own = StepRing::allocate(*segment_, Segment::kRegionAlign + layout_.bytes);
+  post();
+  wait();
+  return std::make_unique<StepRing>(segment_, *static_cast<const uint64_t*>(peer(0)), interrupt_);
+}
+
 void ShmComm::close() {
   if (!region_) return;
   if (!broken_) line(rank_).left.store(1, std::memory_order_release);  // else the others learn more from the error

@@ -8,6 +8,7 @@
 
 #include "comm/elements.hpp"
 #include "comm/segment.hpp"
+#include "comm/step_ring.hpp"
 #include "comm/wait.hpp"
 
 namespace serried {
@@ -91,6 +92,8 @@ class ShmComm {
 
   // A group of some ranks, in the order given; null on the others. All ranks of this group call it.
   std::unique_ptr<ShmComm> subgroup(const std::vector<int>& ranks);
+  // A ring from rank 0 to the others, beside the collectives. All ranks of the world's own group call it.
+  std::unique_ptr<StepRing> step_ring();
   // Leaves the group: who still waits for this rank is told so. No other call may follow.
   void close();
   // Tells all ranks of the world that this one failed.

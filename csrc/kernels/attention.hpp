@@ -9,11 +9,12 @@ namespace serried {
 namespace {
 namespace simd {
 
-// a cos - b sin | b cos + a sin, after the norm if there is one (scale: 1 / rms, weight: its weight).
+// a cos - b sin | b cos + a sin | the columns that are not rotated, after the norm if there is one (scale: 1 / rms,
+// weight: its weight).
 template <class T>
 void rotate_head(const float* x, const float* weight, float eps, const float* cos, const float* sin, int head_dim,
-                 T* out) {
-  const int half = head_dim / 2;
+                 int rotary_dim, T* out) {
+  const int half = rotary_dim / 2;
   const V scale = weight == nullptr ? V{} : set(inverse_rms(x, head_dim, eps));
   for_columns(half, [&](int64_t i, auto... n) {
     V a = load(x + i, n...), b = load(x + half + i, n...);
@@ -25,6 +26,11 @@ void rotate_head(const float* x, const float* weight, float eps, const float* co
     store(out + i, a * c - b * s, n...);
     store(out + half + i, b * c + a * s, n...);
   });
+  x += rotary_dim, out += rotary_dim;
+  for_columns(head_dim - rotary_dim, [&](int64_t i, auto... n) {
+    const V a = load(x + i, n...);
+    store(out + i, weight == nullptr ? a : a * scale * load(weight + rotary_dim + i, n...), n...);
+  });
 }
 
 template <class T>
@@ -35,14 +41,14 @@ void rope_write_as(const Attention& op, const float* qkv, int64_t qkv_stride, co
     const float* q = qkv + t * qkv_stride;
     const float* k = q + op.query_heads * dim;
     const float* v = k + kv_dim;
-    const float* cos = op.cos + positions[t] * (dim / 2);
-    const float* sin = op.sin + positions[t] * (dim / 2);
+    const int64_t angles = int64_t{positions[t]} * (op.rotary_dim / 2);
+    const auto rotate = [&](const float* x, const float* weight, T* out) {
+      rotate_head(x, weight, op.norm_eps, op.cos + angles, op.sin + angles, op.head_dim, op.rotary_dim, out);
+    };
     T* k_out = static_cast<T*>(op.k_cache) + slots[t] * kv_dim;
     T* v_out = static_cast<T*>(op.v_cache) + slots[t] * kv_dim;
-    for (int64_t h = 0; h < op.query_heads; ++h)
-      rotate_head(q + h * dim, op.q_norm, op.norm_eps, cos, sin, op.head_dim, q_out + t * q_stride + h * dim);
-    for (int64_t h = 0; h < op.kv_heads; ++h)
-      rotate_head(k + h * dim, op.k_norm, op.norm_eps, cos, sin, op.head_dim, k_out + h * dim);
+    for (int64_t h = 0; h < op.query_heads; ++h) rotate(q + h * dim, op.q_norm, q_out + t * q_stride + h * dim);
+    for (int64_t h = 0; h < op.kv_heads; ++h) rotate(k + h * dim, op.k_norm, k_out + h * dim);
     for_columns(kv_dim, [&](int64_t i, auto... n) { store(v_out + i, load(v + i, n...), n...); });
   }
 }

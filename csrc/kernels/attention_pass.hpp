@@ -5,6 +5,7 @@
 // is ever multiplied (0 * NaN) and the rows beside it leave no trace.
 #pragma once
 #include "attention_tiles.hpp"
+#include "softcap.hpp"
 
 namespace serried {
 namespace {
@@ -210,17 +211,19 @@ class Pass {
     return *low < *high;
   }
 
-  // Scores become exp(scale * score - maximum); what the row does not see becomes 0. Lane j sums positions j,
-  // j + kLanes, ...
+  // Scores become exp(scale * score - maximum), after the soft cap if there is one; what the row does not see becomes
+  // 0. Lane j sums positions j, j + kLanes, ...
   [[gnu::noinline]] void weigh_row(int row) {
     int low, high;
     if (!inside(row, &low, &high)) return;
     float* s = scores_ + row * kScoreStride;
     const int first = low / kLanes * kLanes, end = (high + kLanes - 1) / kLanes * kLanes;
     const V nothing = set(-__builtin_inff()), scale = set(op_.scale);
+    const Cap cap(op_.softcap);
     V top = nothing, total{};
     for (int i = first; i < end; i += kLanes) {
       V score = load(s + i) * scale;
+      if (op_.softcap > 0) score = cap.of(score);
       if (i < low || i + kLanes > high) {
         const I at = iota() + i;
         score = ((at >= low) & (at < high)) ? score : nothing;

@@ -10,13 +10,47 @@ namespace serried {
 //   bf16:    [k / 2][64 outputs][2]   (pairs of k side by side: vdpbf16ps, tdpbf16ps)
 //   float32: [k][64 outputs]
 // so that each step of the walk is 256 bytes. Inputs are padded with zeros to a multiple of 32, outputs to 64.
+// Quantized formats go in groups of 32 inputs, each group with its scale beside it:
+//   int8:     [k / 32] { u8 [8][64 outputs][4], float16 scale [64] }                          2176 bytes a group
+//             w = scale * (u8 - 128)
+//   int4:     [k / 32] { u8 [4][64 outputs][4], float16 scale [64] }                          1152 bytes a group
+//             byte [f][o][i] holds k = 4 f + i of the group in its low half, k = 16 + 4 f + i in its high half
+//             w = scale * (q - 8)
+//   int4_min: the same, then float16 minimum [64]: w = scale * q + minimum                    1280 bytes a group
 constexpr int kTile = 64;
 constexpr int kPad = 32;            // inputs (columns of x and of a weight) come in multiples of this
 constexpr int kAttentionBlock = 32;     // positions
 constexpr int kAttentionSegment = 256;  // positions; a segment has its own maximum, sum and output
 
-enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+// Of activations. A row of kInt8, `stride` columns (a multiple of 64): int8 [stride], then for each group of 32 columns
+// a float32 scale [stride / 32] and the int32 sum of its values [stride / 32]; see row_bytes.
+enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
+// Of weights. A weight takes x in float32, bf16, or (all quantized formats) int8.
+enum class Format : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kInt4Min = 4 };
 enum class Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
+
+constexpr int kGroup = 32;  // inputs that share a scale
+
+namespace {
+
+// Bytes of a row of activations of `stride` columns.
+constexpr int64_t row_bytes(Dtype dtype, int64_t stride) {
+  if (dtype == Dtype::kInt8) return (stride + stride / kGroup * 8 + 63) / 64 * 64;
+  return stride * (dtype == Dtype::kFloat32 ? 4 : 2);
+}
+
+// Bytes that a tile of a weight has for each input (those of the scales included: all are whole numbers).
+constexpr int64_t input_bytes(Format format) {
+  switch (format) {
+    case Format::kFloat32: return 4 * kTile;
+    case Format::kBFloat16: return 2 * kTile;
+    case Format::kInt8: return kTile + 2 * kTile / kGroup;
+    case Format::kInt4: return kTile / 2 + 2 * kTile / kGroup;
+    default: return kTile / 2 + 4 * kTile / kGroup;
+  }
+}
+
+}  // namespace
 
 // One leaf of a row-parallel linear, in the rank's own columns. After its sum has been pushed on a stack, the two
 // topmost entries are added `pops` times (top of stack to the right); `ends_node`: then the one entry left is a node.
@@ -40,16 +74,34 @@ struct Linear {
 // y[(token * nodes + node) * y_stride + output] (float32) = x[token] . weight[output], leaf by leaf, for the tokens
 // [token_begin, token_end) and tiles [tile_begin, tile_end). x: bf16 or float32 like the weight, [tokens, x_stride],
 // columns beyond the real inputs are zeros. One output element has one chain of additions, whatever the ranges are.
+// An int8 x has x_stride columns (so rows of row_bytes(kInt8, x_stride)); the quantized formats compute, group by group of
+// 32 inputs in ascending order, one accumulator an output: sum += (scale_w * scale_x) * exact integer sum
+// (int4_min: then sum += minimum_w * (scale_x * sum of x)), in an order that each instruction set states once.
 using LinearFn = void (*)(const Linear&, const void* x, int64_t x_stride, float* y, int64_t y_stride,
                           int32_t token_begin, int32_t token_end, int32_t tile_begin, int32_t tile_end);
 
 // Copies rows [row, row + rows) of a weight into its tiles. source: [rows, columns] bf16 or float32 (rounded to
-// nearest even for a bf16 weight). Tiles are zeroed before the first call.
-using PackFn = void (*)(void* tiles, Dtype weight, int32_t inputs, int64_t row, int64_t rows, const void* source,
+// nearest even for a bf16 weight). Tiles are zeroed before the first call. For the unquantized formats.
+using PackFn = void (*)(void* tiles, Format weight, int32_t inputs, int64_t row, int64_t rows, const void* source,
                         Dtype from, int64_t columns, int64_t source_stride);
 
+// Quantizes rows of float32 or bf16 into the blocks of GGML, a block for each 32 columns (the last padded with zeros),
+// as ggml's reference does: int8: Q8_0 {float16 d, int8 [32]}, 34 bytes; int4: Q4_0 {float16 d, 16 bytes}, 18;
+// int4_min: Q4_1 {float16 d, float16 m, 16 bytes}, 20; low halves of the bytes first. block_stride: bytes between rows.
+using QuantizeFn = void (*)(Format, const void* source, Dtype from, int64_t rows, int64_t columns, int64_t source_stride,
+                            void* blocks, int64_t block_stride);
+// Copies rows of such blocks (block_count a row) into tiles: bit for bit, no value changes. Tiles are zeroed before.
+using PackBlocksFn = void (*)(void* tiles, Format, int32_t inputs, int64_t row, int64_t rows, const void* blocks,
+                              int64_t block_count, int64_t block_stride);
+// Blocks of Q4_K ([rows][superblocks of 256], 144 bytes each) as blocks of Q4_1 (scale and minimum rounded to float16).
+using RepackQ4KFn = void (*)(const void* source, int64_t source_stride, int64_t rows, int64_t superblocks, void* blocks,
+                             int64_t block_stride);
+
 // A row of a tiled weight as float32 [columns].
-using UnpackRowFn = void (*)(const void* tiles, Dtype weight, int32_t inputs, int64_t row, float* out, int64_t columns);
+using UnpackRowFn = void (*)(const void* tiles, Format weight, int32_t inputs, int64_t row, float* out, int64_t columns);
+
+// Wherever a row is written as kInt8 (norm, reduce_add_norm, gated, round): the float32 values of each group of 32
+// columns are scaled by 127 / their largest magnitude (a group of zeros: scale 0) and rounded to nearest even.
 
 // out = x / sqrt(mean(x^2) + eps) * weight, for `rows` rows of [columns]; out: bf16 or float32, [rows, out_stride],
 // zeros in the padding up to out_stride.
@@ -76,26 +128,35 @@ using ReduceAddNormFn = void (*)(const ReduceAddNorm&, const float* const* slots
 using FoldFn = void (*)(const ReduceAddNorm&, const float* const* slots, int64_t slot_stride, float* out,
                         int64_t out_stride, int64_t rows);
 
+// residual += RMSNorm(x) by `inner`, written back; then RMSNorm of the residual by `weight` into out.
+using NormAddNormFn = void (*)(const float* x, int64_t x_stride, const float* inner, float* residual,
+                               int64_t residual_stride, const float* weight, float eps, int64_t columns, void* out,
+                               Dtype out_dtype, int64_t out_stride, int64_t rows);
+
 // out[row] = activation(gate) * up; gate and up are float32 rows of `columns`; out is zero-padded to out_stride.
 using GatedFn = void (*)(Activation, const float* gate, const float* up, int64_t in_stride, void* out, Dtype out_dtype,
                          int64_t columns, int64_t out_stride, int64_t rows);
 // x = activation(x) in place, over n floats.
 using ActivateFn = void (*)(Activation, float* x, int64_t n);
-// float32 -> bf16 (nearest even) or float32, row by row, zero-padded to out_stride.
-using RoundFn = void (*)(const float* x, int64_t x_stride, void* out, Dtype out_dtype, int64_t columns,
+// x = cap * tanh(x / cap) in place, over n floats.
+using SoftcapFn = void (*)(float cap, float* x, int64_t n);
+// float32 or bf16 -> bf16 (nearest even), float32 or int8, row by row, zero-padded to out_stride.
+using RoundFn = void (*)(const void* x, Dtype x_dtype, int64_t x_stride, void* out, Dtype out_dtype, int64_t columns,
                          int64_t out_stride, int64_t rows);
 
 // The KV cache of one layer: K and V each [slots, kv_heads, head_dim] in the cache's dtype, slots = blocks * block_size.
 struct Attention {
   int32_t query_heads, kv_heads, head_dim;
+  int32_t rotary_dim;          // the first so many columns of a head are rotated
   const int32_t* kv_map;       // [query_heads] -> local KV head
   float scale;
+  float softcap;               // scaled scores x become softcap * tanh(x / softcap); 0: as they are
   int32_t window;              // positions seen, the token itself included; 0: all
   Dtype dtype;                 // of the cache, and what q, k and v are rounded to
   const float* q_norm;         // [head_dim] or null (then k_norm is null too)
   const float* k_norm;
   float norm_eps;
-  const float* cos;            // [positions, head_dim / 2]
+  const float* cos;            // [positions, rotary_dim / 2]
   const float* sin;
   void* k_cache;
   void* v_cache;
@@ -103,8 +164,8 @@ struct Attention {
 };
 
 // For tokens [begin, end): q and k of qkv [T, qkv_stride] (q heads | k heads | v heads, float32) are normalized head
-// by head, rotated (the first half of a head against its second half), rounded; k and v go to the token's slot, q to
-// q_out [T, query_heads * head_dim] in the cache's dtype.
+// by head, rotated (the first half of the rotary columns against their second half), rounded; k and v go to the
+// token's slot, q to q_out [T, query_heads * head_dim] in the cache's dtype.
 using RopeWriteFn = void (*)(const Attention&, const float* qkv, int64_t qkv_stride, const int32_t* positions,
                              const int32_t* slots, void* q_out, int64_t q_stride, int32_t begin, int32_t end);
 
@@ -138,16 +199,21 @@ using ReadFn = uint64_t (*)(const void* data, size_t n);
 using MultiplyFn = double (*)(Dtype, int64_t iterations);
 
 struct Kernels {
-  const char* isa;  // "baseline", "avx2", "avx512", "avx512_bf16", "amx"
+  const char* isa;  // "baseline", "avx2", "avx2_vnni", "avx512", "avx512_bf16", "amx"
   void (*begin_thread)();  // flush-to-zero, denormals-are-zero; what else the set needs once a thread
-  LinearFn linear_bf16, linear_f32;
+  LinearFn linear[5];  // by Format
   PackFn pack;
+  QuantizeFn quantize;
+  PackBlocksFn pack_blocks;
+  RepackQ4KFn repack_q4_k;
   UnpackRowFn unpack_row;
   NormFn norm;
   ReduceAddNormFn reduce_add_norm;
   FoldFn fold;
+  NormAddNormFn norm_add_norm;
   GatedFn gated;
   ActivateFn activate;
+  SoftcapFn softcap;
   RoundFn round;
   RopeWriteFn rope_write;
   AttendFn attend;

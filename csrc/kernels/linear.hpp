@@ -10,8 +10,10 @@
 #include <cstdint>
 #include <cstring>
 
+#include "blocks.hpp"
 #include "kernels.hpp"
 #include "linear_drive.hpp"
+#include "linear_quant.hpp"
 #include "linear_vector.hpp"
 #if SERRIED_amx
 #include <sys/syscall.h>
@@ -19,6 +21,7 @@
 
 #include "linear_amx.hpp"
 #include "linear_amx_few.hpp"
+#include "quant_amx_walk.hpp"
 #endif
 
 namespace serried {
@@ -58,6 +61,19 @@ void linear_bf16(const Linear& linear, const void* x, int64_t x_stride, float* y
   linear_detail::linear_by_vectors<linear_detail::Bf16>(linear, x, x_stride, y, y_stride, token_begin, token_end,
                                                         tile_begin, tile_end);
 #endif
+}
+
+template <Format kFormat>
+void linear_quantized(const Linear& linear, const void* x, int64_t x_stride, float* y, int64_t y_stride,
+                      int32_t token_begin, int32_t token_end, int32_t tile_begin, int32_t tile_end) {
+#if SERRIED_amx
+  if (tile_begin < tile_end && token_end - token_begin > linear_detail::amx::kQuantFew) {
+    using Walk = linear_detail::amx::QuantWalk<kFormat>;
+    return Walk(linear, x, x_stride, y, y_stride, token_begin, token_end, tile_begin, tile_end).run();
+  }
+#endif
+  linear_detail::quant_by_vectors<kFormat>(linear, x, x_stride, y, y_stride, token_begin, token_end, tile_begin,
+                                           tile_end);
 }
 
 namespace linear_detail {
@@ -116,12 +132,12 @@ void pack_rows(To* tiles, int32_t inputs, int64_t row, int64_t rows, const From*
 
 }  // namespace linear_detail
 
-void pack(void* tiles, Dtype weight, int32_t inputs, int64_t row, int64_t rows, const void* source, Dtype from,
+void pack(void* tiles, Format weight, int32_t inputs, int64_t row, int64_t rows, const void* source, Dtype from,
           int64_t columns, int64_t source_stride) {
   using linear_detail::pack_rows;
   const auto* floats = static_cast<const float*>(source);
   const auto* halves = static_cast<const uint16_t*>(source);
-  if (weight == Dtype::kBFloat16) {
+  if (weight == Format::kBFloat16) {
     auto* to = static_cast<uint16_t*>(tiles);
     if (from == Dtype::kBFloat16) return pack_rows<2>(to, inputs, row, rows, halves, columns, source_stride);
     return pack_rows<2>(to, inputs, row, rows, floats, columns, source_stride);
@@ -131,9 +147,11 @@ void pack(void* tiles, Dtype weight, int32_t inputs, int64_t row, int64_t rows, 
   pack_rows<1>(to, inputs, row, rows, floats, columns, source_stride);
 }
 
-void unpack_row(const void* tiles, Dtype weight, int32_t inputs, int64_t row, float* out, int64_t columns) {
+void unpack_row(const void* tiles, Format weight, int32_t inputs, int64_t row, float* out, int64_t columns) {
   const int64_t tile = row / kTile, output = row % kTile;
-  if (weight == Dtype::kBFloat16) {
+  if (weight != Format::kFloat32 && weight != Format::kBFloat16)
+    return blocks::unpack(static_cast<const uint8_t*>(tiles), weight, inputs, row, out, columns);
+  if (weight == Format::kBFloat16) {
     const auto* from = static_cast<const uint16_t*>(tiles) + tile * inputs * kTile + output * 2;
     for (int64_t k = 0; k < columns; ++k) out[k] = linear_detail::bf16_value(from[k / 2 * 2 * kTile + k % 2]);
   } else {

@@ -20,8 +20,8 @@
 #include <immintrin.h>
 
 #include <algorithm>
-#include <cstdlib>
 
+#include "amx_tiles.hpp"
 #include "linear_drive.hpp"
 
 namespace serried {
@@ -29,48 +29,13 @@ namespace {
 namespace linear_detail {
 namespace amx {
 
-// Assembly rather than intrinsics: GCC 12's tile loads do not tell the compiler that they read memory.
-template <int kReg>
-inline void load(const void* data, int64_t stride) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(data), "r"(stride), "i"(kReg) : "memory");
-}
-template <int kReg>
-inline void store(void* data, int64_t stride) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(data), "r"(stride), "i"(kReg) : "memory");
-}
-template <int kReg>
-inline void zero() {
-  asm volatile("tilezero %%tmm%c0" ::"i"(kReg));
-}
-template <int kSum, int kX, int kWeight>
-inline void multiply_add() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kX), "i"(kWeight));
-}
-
-// `rows` tokens in x and in the sums, full tiles of weights.
-inline void configure(int rows) {
-  struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-  } config;
-  for (int reg = 0; reg < 8; ++reg) {
-    config.bytes[reg] = 64;
-    config.rows[reg] = static_cast<uint8_t>(reg < 6 ? rows : 16);
-  }
-  asm volatile("ldtilecfg %0" ::"m"(config));
-}
-inline void release() { asm volatile("tilerelease" ::: "memory"); }
-
-constexpr int kRows = 16;
 constexpr int kStepInputs = 32;
 constexpr int kStepWeights = kStepInputs * kTile * 2;  // bytes
 constexpr int kXTile = kRows * kStepInputs * 2;        // bytes
 constexpr int kSlotFloats = 4 * kRows * 16;            // the sums of a pass: [tokens][outputs]
 constexpr int32_t kShort = 128;                        // inputs of a leaf that is not worth a group of its own
-constexpr int64_t kPage = 4096, kPages = 4;            // what is prefetched side by side
+constexpr int64_t kPages = 4;                          // what is prefetched side by side
 constexpr int64_t kLead = 32768;                       // bytes from the walk to the prefetch
-constexpr int64_t kStreamBytes = 1 << 20;              // of y, from which on caches are no use
 
 struct Place {
   float* data = nullptr;
@@ -270,28 +235,6 @@ struct Kernel {
       multiply<kLines, 3, 4, 7>(at, begin, between);
     }
   }
-};
-
-// Memory of a thread, as much as it ever needed.
-class Scratch {
- public:
-  Scratch() = default;
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch() { std::free(data_); }
-  // Null where there is none.
-  char* get(size_t bytes) {
-    if (bytes <= size_) return data_;
-    std::free(data_);
-    size_ = (bytes + kPage - 1) / kPage * kPage;
-    data_ = static_cast<char*>(std::aligned_alloc(kPage, size_));
-    if (!data_) size_ = 0;
-    return data_;
-  }
-
- private:
-  char* data_ = nullptr;
-  size_t size_ = 0;
 };
 
 template <int kBlocks>

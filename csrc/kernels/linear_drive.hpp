@@ -35,6 +35,7 @@ constexpr int64_t kChunkBytes = 1 << 20;  // of x
 struct Segment {
   const char* weight;  // the tile at the segment's first k
   const char* x;       // the block's first token at the segment's first k
+  int32_t k;           // which that is
   int32_t inputs;      // how many k, a multiple of 32
   bool resumes;        // go on from `slot`, not from zero
   bool ends_leaf;      // then add the `pops` sums below `slot` in the stack ...
@@ -65,8 +66,8 @@ inline int32_t group_end(const Linear& linear, const Position& at, int32_t most,
   return end > at.k ? end : at.k + most;
 }
 
-// Kernel: kElement (bytes of an element of x and weight), kBatch, kGroup (inputs), kOneLeaf (see group_end),
-// slot(stack, depth) and run(Segment).
+// Kernel: kElement (bytes of an element of x), kInputBytes (what a tile has for one k), kBatch, kGroupInputs, kOneLeaf
+// (see group_end), slot(stack, depth) and run(Segment).
 template <class Kernel>
 struct Driver {
   const Linear& linear;
@@ -77,11 +78,9 @@ struct Driver {
   int32_t token_begin, token_end, rows;  // rows: tokens in a block
   Kernel& kernel;
 
-  static constexpr int64_t kInputBytes = int64_t{kTile} * Kernel::kElement;  // of a tile, for one k
-
   int32_t first_token(int32_t block) const { return std::min(token_begin + block * rows, token_end - rows); }
   const char* tile_data(int32_t tile) const {
-    return static_cast<const char*>(linear.weight) + kInputBytes * tile * linear.inputs;
+    return static_cast<const char*>(linear.weight) + Kernel::kInputBytes * tile * linear.inputs;
   }
 
   void run(int32_t tile_begin, int32_t tile_end) {
@@ -101,7 +100,7 @@ struct Driver {
   }
 
   void run_batch(int32_t tile, int32_t block, int32_t batch) {
-    const int32_t most = batch > 1 ? Kernel::kGroup : linear.inputs;
+    const int32_t most = batch > 1 ? Kernel::kGroupInputs : linear.inputs;
     Position at;
     at.k = linear.leaves[0].start;
     while (at.leaf < linear.leaf_count) {
@@ -123,8 +122,9 @@ struct Driver {
     do {
       const Leaf& leaf = linear.leaves[at.leaf];
       const int32_t leaf_end = leaf_stop(leaf), stop = std::min(leaf_end, end);
-      s.weight = weight + at.k * kInputBytes;
+      s.weight = weight + at.k * Kernel::kInputBytes;
       s.x = tokens + int64_t{at.k} * Kernel::kElement;
+      s.k = at.k;
       s.inputs = stop - at.k;
       s.resumes = at.k > leaf.start;
       s.ends_leaf = stop == leaf_end;
@@ -143,11 +143,11 @@ struct Driver {
   }
 };
 
+// x_stride: in bytes.
 template <class Kernel>
 inline void drive(Kernel& kernel, const Linear& linear, const void* x, int64_t x_stride, float* y, int64_t y_stride,
                   int32_t token_begin, int32_t token_end, int32_t rows, int32_t tile_begin, int32_t tile_end) {
-  Driver<Kernel> driver{linear, static_cast<const char*>(x), x_stride * Kernel::kElement, y, y_stride,
-                        token_begin, token_end, rows, kernel};
+  Driver<Kernel> driver{linear, static_cast<const char*>(x), x_stride, y, y_stride, token_begin, token_end, rows, kernel};
   driver.run(tile_begin, tile_end);
 }
 

@@ -7,90 +7,11 @@
 #include <cstring>
 
 #include "linear_drive.hpp"
-
-#if SERRIED_avx512 || SERRIED_avx512_bf16 || SERRIED_amx
-#define SERRIED_LINEAR_512 1
-#endif
-#if SERRIED_LINEAR_512 || SERRIED_avx2
-#include <immintrin.h>
-#endif
+#include "linear_lanes.hpp"
 
 namespace serried {
 namespace {
 namespace linear_detail {
-
-// prefetch_line is always inlined for a reason: GCC takes a function that only prefetches for one without effects, and
-// drops calls of it.
-#if SERRIED_LINEAR_512
-struct Vec {
-  static constexpr int kWidth = 16;
-  static constexpr int kRegisters = 32;
-  using Floats = __m512;
-  using Words = __m512i;
-  static Floats zero() { return _mm512_setzero_ps(); }
-  static Floats load(const float* p) { return _mm512_loadu_ps(p); }
-  static void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
-  static Floats all(float v) { return _mm512_set1_ps(v); }
-  static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
-  static Floats multiply_add(Floats sum, Floats a, Floats b) { return _mm512_fmadd_ps(a, b, sum); }
-  static Words words(const void* p) { return _mm512_loadu_si512(p); }
-  // Not by _mm512_slli_epi32: GCC 12 warns of an uninitialized value inside it.
-  static Floats even(Words w) { return reinterpret_cast<Floats>(reinterpret_cast<__v16su>(w) << 16); }
-  static Floats odd(Words w) {
-    return _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
-  }
-};
-[[gnu::always_inline]] inline void prefetch_line(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
-#elif SERRIED_avx2
-struct Vec {
-  static constexpr int kWidth = 8;
-  static constexpr int kRegisters = 16;
-  using Floats = __m256;
-  using Words = __m256i;
-  static Floats zero() { return _mm256_setzero_ps(); }
-  static Floats load(const float* p) { return _mm256_loadu_ps(p); }
-  static void store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
-  static Floats all(float v) { return _mm256_set1_ps(v); }
-  static Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
-  static Floats multiply_add(Floats sum, Floats a, Floats b) { return _mm256_fmadd_ps(a, b, sum); }
-  static Words words(const void* p) { return _mm256_loadu_si256(static_cast<const Words*>(p)); }
-  static Floats even(Words w) { return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16)); }
-  static Floats odd(Words w) {
-    return _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
-  }
-};
-[[gnu::always_inline]] inline void prefetch_line(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
-#else
-// The compiler's own vectors of 16 bytes: SSE2, NEON or whatever there is. Two roundings, no fma.
-struct Vec {
-  static constexpr int kWidth = 4;
-  static constexpr int kRegisters = 16;
-  typedef float Floats __attribute__((vector_size(16)));
-  typedef uint32_t Words __attribute__((vector_size(16)));
-  static Floats zero() { return Floats{}; }
-  static Floats load(const float* p) {
-    Floats v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-  }
-  static void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
-  static Floats all(float v) { return Floats{v, v, v, v}; }
-  static Floats add(Floats a, Floats b) { return a + b; }
-  static Floats multiply_add(Floats sum, Floats a, Floats b) { return sum + a * b; }
-  static Words words(const void* p) {
-    Words v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-  }
-  static Floats even(Words w) { return reinterpret_cast<Floats>(w << 16); }
-  static Floats odd(Words w) { return reinterpret_cast<Floats>(w & 0xffff0000u); }
-};
-[[gnu::always_inline]] inline void prefetch_line(const char* p) { __builtin_prefetch(p); }
-#endif
-
-using Floats = Vec::Floats;
-constexpr int kVectors = kTile / Vec::kWidth;
-constexpr bool kWide = Vec::kRegisters == 32;
 
 inline float bf16_value(uint16_t bits) { return __builtin_bit_cast(float, static_cast<uint32_t>(bits) << 16); }
 
@@ -196,8 +117,9 @@ using Bf16 = WidenedBf16;
 template <class Step, int M>
 struct BlockKernel {
   static constexpr int kElement = Step::kElement;
+  static constexpr int64_t kInputBytes = int64_t{kTile} * kElement;
   static constexpr int32_t kBatch = 4;
-  static constexpr int32_t kGroup = 4096 / kElement;  // 256 KB of weights: they stay in L2 for the batch
+  static constexpr int32_t kGroupInputs = 4096 / kElement;  // 256 KB of weights: they stay in L2 for the batch
   static constexpr bool kOneLeaf = false;
   static constexpr int V = Step::vectors(M);
   static constexpr int kParts = kVectors / V;
@@ -252,13 +174,7 @@ struct BlockKernel {
                                           int64_t stride, int32_t inputs, bool first, bool last) {
     const int column = index * V * Vec::kWidth;
     Floats sum[M][V];
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 16
-      for (int j = 0; j < V; ++j) {
-        sum[m][j] = first ? Vec::zero() : Vec::load(s.slot + m * kTile + column + j * Vec::kWidth);
-      }
-    }
+    begin_sums<M, V>(s, column, first, sum);
     const int32_t steps = inputs / Step::kInputs;
     // In parts, the lines to prefetch (those of the next stage) are shared out evenly among all steps of all parts.
     const char* ahead = kStraight ? weight + kPrefetchBytes
@@ -273,39 +189,7 @@ struct BlockKernel {
       ahead += kAhead;
       x += Step::kInputs;
     }
-    if (last && s.ends_leaf) return fold(s, column, sum);
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 16
-      for (int j = 0; j < V; ++j) Vec::store(s.slot + m * kTile + column + j * Vec::kWidth, sum[m][j]);
-    }
-  }
-
-  [[gnu::always_inline]] inline void fold(const Segment& s, int column, Floats (&sum)[M][V]) {
-    const float* below = s.slot + column;
-    for (int32_t p = 0; p < s.pops; ++p) {
-      below -= M * kTile;
-#pragma GCC unroll 16
-      for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 16
-        for (int j = 0; j < V; ++j) sum[m][j] = Vec::add(Vec::load(below + m * kTile + j * Vec::kWidth), sum[m][j]);
-      }
-    }
-    if (s.ends_node && s.bias) {
-#pragma GCC unroll 16
-      for (int j = 0; j < V; ++j) {
-        const Floats bias = Vec::load(s.bias + column + j * Vec::kWidth);
-#pragma GCC unroll 16
-        for (int m = 0; m < M; ++m) sum[m][j] = Vec::add(sum[m][j], bias);
-      }
-    }
-    float* to = s.ends_node ? s.y + column : s.slot + column - s.pops * M * kTile;
-    const int64_t to_stride = s.ends_node ? y_stride : int64_t{kTile};
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 16
-      for (int j = 0; j < V; ++j) Vec::store(to + m * to_stride + j * Vec::kWidth, sum[m][j]);
-    }
+    end_sums<M, V>(s, column, last, y_stride, sum);
   }
 };
 
@@ -315,7 +199,7 @@ void linear_rows(const Linear& linear, const void* x, int64_t x_stride, float* y
   BlockKernel<Step, M> kernel;
   kernel.x_stride = x_stride;
   kernel.y_stride = y_stride * linear.nodes;
-  drive(kernel, linear, x, x_stride, y, y_stride, token_begin, token_end, M, tile_begin, tile_end);
+  drive(kernel, linear, x, x_stride * Step::kElement, y, y_stride, token_begin, token_end, M, tile_begin, tile_end);
 }
 
 // Finds the instance for a number of tokens known only now.

@@ -1,7 +1,9 @@
 // Operators on rows of float32: norms, folds, activations, rounding, and the two that sampling asks for.
 #pragma once
+#include "int8_rows.hpp"
 #include "kernels.hpp"
 #include "simd.hpp"
+#include "softcap.hpp"
 
 namespace serried {
 namespace {
@@ -41,27 +43,38 @@ inline float inverse_rms(const float* x, int64_t columns, float eps) {
   return 1.0f / __builtin_sqrtf(sum_squares(x, columns) / static_cast<float>(columns) + eps);
 }
 
-template <class T>
-void norm_row(const float* x, const float* weight, float eps, int64_t columns, T* out, int64_t out_stride) {
-  const V scale = set(inverse_rms(x, columns, eps));
-  for_columns(columns,
-              [&](int64_t i, auto... n) { store(out + i, load(x + i, n...) * scale * load(weight + i, n...), n...); });
-  zero_padding(out, columns, out_stride);
-}
-
-// Calls f with a row of the output in its type.
+// Calls f with the place `offset` elements into an output of bf16 or float32, in its type.
 template <class F>
 inline void with_row(void* out, Dtype dtype, int64_t offset, F f) {
   if (dtype == Dtype::kBFloat16) return f(static_cast<Bf16*>(out) + offset);
   f(static_cast<float*>(out) + offset);
 }
 
+template <class T, class F>
+inline void write_plain_row(T* row, int64_t columns, int64_t stride, F f) {
+  for_columns(columns, [&](int64_t i, auto... n) { store(row + i, f(i, n...), n...); });
+  zero_padding(row, columns, stride);
+}
+
+// Writes row `r` of an output, zero-padded to its stride. f(i) gives the vector of columns from i on, f(i, n) the last.
+template <class F>
+inline void write_row(void* out, Dtype dtype, int64_t r, int64_t columns, int64_t stride, F f) {
+  void* row = static_cast<char*>(out) + r * row_bytes(dtype, stride);
+  if (dtype == Dtype::kBFloat16) return write_plain_row(static_cast<Bf16*>(row), columns, stride, f);
+  if (dtype == Dtype::kFloat32) return write_plain_row(static_cast<float*>(row), columns, stride, f);
+  write_int8_row(row, columns, stride, f);
+}
+
+inline void norm_row(const float* x, const float* weight, float eps, int64_t columns, void* out, Dtype dtype, int64_t r,
+                     int64_t out_stride) {
+  const V scale = set(inverse_rms(x, columns, eps));
+  write_row(out, dtype, r, columns, out_stride,
+            [&](int64_t i, auto... n) { return load(x + i, n...) * scale * load(weight + i, n...); });
+}
+
 void norm(const float* x, int64_t x_stride, const float* weight, float eps, int64_t columns, void* out, Dtype out_dtype,
           int64_t out_stride, int64_t rows) {
-  for (int64_t r = 0; r < rows; ++r) {
-    with_row(out, out_dtype, r * out_stride,
-             [&](auto* row) { norm_row(x + r * x_stride, weight, eps, columns, row, out_stride); });
-  }
+  for (int64_t r = 0; r < rows; ++r) norm_row(x + r * x_stride, weight, eps, columns, out, out_dtype, r, out_stride);
 }
 
 constexpr int kMaxSlots = 128;
@@ -102,9 +115,7 @@ void reduce_add_norm(const ReduceAddNorm& op, const float* const* slots, int64_t
     float* own = residual + r * residual_stride;
     fold_row(op, slots, r * slot_stride,
              [own](int64_t i, V y, auto... n) { store(own + i, load(own + i, n...) + y, n...); });
-    if (op.weight == nullptr) continue;
-    with_row(out, out_dtype, r * out_stride,
-             [&](auto* row) { norm_row(own, op.weight, op.eps, op.columns, row, out_stride); });
+    if (op.weight) norm_row(own, op.weight, op.eps, op.columns, out, out_dtype, r, out_stride);
   }
 }
 
@@ -113,6 +124,18 @@ void fold(const ReduceAddNorm& op, const float* const* slots, int64_t slot_strid
   for (int64_t r = 0; r < rows; ++r) {
     float* own = out + r * out_stride;
     fold_row(op, slots, r * slot_stride, [own](int64_t i, V y, auto... n) { store(own + i, y, n...); });
+  }
+}
+
+void norm_add_norm(const float* x, int64_t x_stride, const float* inner, float* residual, int64_t residual_stride,
+                   const float* weight, float eps, int64_t columns, void* out, Dtype out_dtype, int64_t out_stride,
+                   int64_t rows) {
+  for (int64_t r = 0; r < rows; ++r, x += x_stride, residual += residual_stride) {
+    const V scale = set(inverse_rms(x, columns, eps));
+    for_columns(columns, [&](int64_t i, auto... n) {
+      store(residual + i, load(residual + i, n...) + load(x + i, n...) * scale * load(inner + i, n...), n...);
+    });
+    norm_row(residual, weight, eps, columns, out, out_dtype, r, out_stride);
   }
 }
 
@@ -157,13 +180,9 @@ inline void with_activation(Activation activation, F f) {
 void gated(Activation activation, const float* gate, const float* up, int64_t in_stride, void* out, Dtype out_dtype,
            int64_t columns, int64_t out_stride, int64_t rows) {
   for (int64_t r = 0; r < rows; ++r, gate += in_stride, up += in_stride) {
-    with_row(out, out_dtype, r * out_stride, [&](auto* row) {
-      with_activation(activation, [&](auto act) {
-        for_columns(columns, [&](int64_t i, auto... n) {
-          store(row + i, act.of(load(gate + i, n...)) * load(up + i, n...), n...);
-        });
-      });
-      zero_padding(row, columns, out_stride);
+    with_activation(activation, [&](auto act) {
+      write_row(out, out_dtype, r, columns, out_stride,
+                [&](int64_t i, auto... n) { return act.of(load(gate + i, n...)) * load(up + i, n...); });
     });
   }
 }
@@ -174,14 +193,23 @@ void activate(Activation activation, float* x, int64_t n) {
   });
 }
 
-void round_rows(const float* x, int64_t x_stride, void* out, Dtype out_dtype, int64_t columns, int64_t out_stride,
-                int64_t rows) {
-  for (int64_t r = 0; r < rows; ++r, x += x_stride) {
-    with_row(out, out_dtype, r * out_stride, [&](auto* row) {
-      for_columns(columns, [&](int64_t i, auto... n) { store(row + i, load(x + i, n...), n...); });
-      zero_padding(row, columns, out_stride);
-    });
-  }
+void softcap(float value, float* x, int64_t n) {
+  const Cap cap(value);
+  for_columns(n, [&](int64_t i, auto... lanes) { store(x + i, cap.of(load(x + i, lanes...)), lanes...); });
+}
+
+template <class T>
+inline void round_from(const T* x, int64_t x_stride, void* out, Dtype out_dtype, int64_t columns, int64_t out_stride,
+                       int64_t rows) {
+  for (int64_t r = 0; r < rows; ++r, x += x_stride)
+    write_row(out, out_dtype, r, columns, out_stride, [x](int64_t i, auto... n) { return load(x + i, n...); });
+}
+
+void round_rows(const void* x, Dtype x_dtype, int64_t x_stride, void* out, Dtype out_dtype, int64_t columns,
+                int64_t out_stride, int64_t rows) {
+  if (x_dtype == Dtype::kBFloat16)
+    return round_from(static_cast<const Bf16*>(x), x_stride, out, out_dtype, columns, out_stride, rows);
+  round_from(static_cast<const float*>(x), x_stride, out, out_dtype, columns, out_stride, rows);
 }
 
 // Each lane keeps the first of its largest, then the lanes are compared; lanes beyond n stay at -inf.
@@ -229,8 +257,10 @@ using simd::exp_sum;
 using simd::fold;
 using simd::gated;
 using simd::norm;
+using simd::norm_add_norm;
 using simd::reduce_add_norm;
 using simd::round_rows;
+using simd::softcap;
 
 }  // namespace
 }  // namespace serried

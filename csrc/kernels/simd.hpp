@@ -7,7 +7,7 @@
 
 #if defined(SERRIED_avx512) || defined(SERRIED_avx512_bf16) || defined(SERRIED_amx)
 #define SERRIED_LANES 16
-#elif defined(SERRIED_avx2)
+#elif defined(SERRIED_avx2) || defined(SERRIED_avx2_vnni)
 #define SERRIED_LANES 8
 #else
 #define SERRIED_LANES 4

@@ -9,9 +9,32 @@ namespace serried {
 namespace {
 
 constexpr Kernels kKernels = {
-    SERRIED_ISA_NAME, begin_thread, linear_bf16, linear_f32, pack,       unpack_row, norm,   reduce_add_norm,
-    fold,             gated,        activate,    round_rows, rope_write, attend,     attend_scratch,
-    argmax,           exp_sum, gumbel_argmax,     add,         read_bytes, multiply,
+    SERRIED_ISA_NAME,
+    begin_thread,
+    {linear_f32, linear_bf16, linear_quantized<Format::kInt8>, linear_quantized<Format::kInt4>,
+     linear_quantized<Format::kInt4Min>},
+    pack,
+    quantize,
+    pack_blocks,
+    repack_q4_k,
+    unpack_row,
+    norm,
+    reduce_add_norm,
+    fold,
+    norm_add_norm,
+    gated,
+    activate,
+    softcap,
+    round_rows,
+    rope_write,
+    attend,
+    attend_scratch,
+    argmax,
+    exp_sum,
+    gumbel_argmax,
+    add,
+    read_bytes,
+    multiply,
 };
 
 }  // namespace

@@ -13,7 +13,18 @@ namespace serried {
 
 inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-inline size_t bytes_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+inline size_t bytes_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : dtype == Dtype::kBFloat16 ? 2 : 1; }
+
+inline bool quantized(Format format) { return format != Format::kFloat32 && format != Format::kBFloat16; }
+
+// What a weight multiplies with.
+inline Dtype input_of(Format format) {
+  if (quantized(format)) return Dtype::kInt8;
+  return format == Format::kFloat32 ? Dtype::kFloat32 : Dtype::kBFloat16;
+}
+
+// Bytes of a block of GGML: a group of one row. A group of a tile has those of 64 of them.
+inline int64_t block_bytes(Format format) { return input_bytes(format) * kGroup / kTile; }
 
 // Anonymous memory in 2 MB pages where the kernel has them, handed out from the front; pages cost nothing until they
 // are touched, so a chunk may be generous. Zeroed.
@@ -65,6 +76,8 @@ class Arena {
 // What an operator reads or writes: rows (the step's tokens, or the rows that want logits) of so many columns.
 struct Buffer {
   Dtype dtype;
+  bool open;  // the dtype is not settled yet: the first consumer will say
+  int twin;   // the buffer whose rows these are, so that both have one dtype; -1: none
   int64_t columns;
   int64_t stride;  // elements between rows
   int64_t rows;    // at most
@@ -73,10 +86,10 @@ struct Buffer {
   char* data = nullptr;
   int first_use = -1, last_use = -1;
 
-  size_t bytes() const { return static_cast<size_t>(rows * stride) * bytes_of(dtype); }
+  size_t bytes() const { return static_cast<size_t>(rows * row_bytes(dtype, stride)); }
   template <class T>
   T* row(int64_t r) const {
-    return reinterpret_cast<T*>(data + static_cast<size_t>(r * stride) * bytes_of(dtype));
+    return reinterpret_cast<T*>(data + static_cast<size_t>(r * row_bytes(dtype, stride)));
   }
 };
 

@@ -30,6 +30,7 @@ struct EmbedOp final : Operator {
   int y;
   Weight weight;
   std::vector<int32_t> edges;  // where each rank's rows of the vocabulary begin, and where the last one's end
+  float scale;
 
   void run(Program& p, const Step& step) override {
     const Buffer& out = p.buffer(y);
@@ -65,7 +66,9 @@ struct EmbedOp final : Operator {
   }
   void look_up(Program& p, int32_t token, float* out) const {
     const int64_t row = token - edges[static_cast<size_t>(p.rank())];
-    p.k.unpack_row(weight.data, weight.dtype, static_cast<int32_t>(weight.inputs), row, out, weight.columns);
+    p.k.unpack_row(weight.data, weight.format, static_cast<int32_t>(weight.inputs), row, out, weight.columns);
+    if (scale == 1.0f) return;
+    for (int64_t i = 0; i < weight.columns; ++i) out[i] *= scale;
   }
 };
 

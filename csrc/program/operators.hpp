@@ -31,9 +31,9 @@ void over_rows(Pool& pool, int64_t rows, int64_t columns, F&& f) {
 }
 
 // A linear over all its tiles and `rows` rows: work items are (tile, block of rows), tile by tile.
-inline void run_linear(const Kernels& k, Pool& pool, const Linear& linear, Dtype dtype, const void* x, int64_t x_stride,
-                       float* y, int64_t y_stride, int32_t rows) {
-  const LinearFn kernel = dtype == Dtype::kFloat32 ? k.linear_f32 : k.linear_bf16;
+inline void run_linear(const Kernels& k, Pool& pool, const Linear& linear, Format format, const void* x,
+                       int64_t x_stride, float* y, int64_t y_stride, int32_t rows) {
+  const LinearFn kernel = k.linear[static_cast<int>(format)];
   pool.run([&](int thread, int threads) {
     const int32_t blocks = linear.tiles >= 8 * threads ? 1 : (rows + kTokenBlock - 1) / kTokenBlock;
     const int32_t block = blocks == 1 ? rows : kTokenBlock;
@@ -52,21 +52,22 @@ inline void run_linear(const Kernels& k, Pool& pool, const Linear& linear, Dtype
 
 struct LinearOp final : Operator {
   int x, y;
-  Dtype dtype;
+  Format format;
   Linear linear;
   std::vector<Leaf> leaves;
 
   void run(Program& p, const Step& step) override {
     const Buffer &in = p.buffer(x), &out = p.buffer(y);
     linear.leaves = leaves.data();
-    run_linear(p.k, p.pool, linear, dtype, in.data, in.stride, reinterpret_cast<float*>(out.data), out.stride / linear.nodes,
-               step.token_count);
+    run_linear(p.k, p.pool, linear, format, in.data, in.stride, reinterpret_cast<float*>(out.data),
+               out.stride / linear.nodes, step.token_count);
   }
 };
 
 struct LogitsOp final : Operator {
   int x;
-  Dtype dtype;
+  float softcap;  // 0: none
+  Format format;
   Linear linear;
   Leaf leaf;
 
@@ -74,7 +75,12 @@ struct LogitsOp final : Operator {
     if (!step.logit_count) return;
     const Buffer& in = p.buffer(x);
     linear.leaves = &leaf;
-    run_linear(p.k, p.pool, linear, dtype, in.data, in.stride, step.logits, int64_t{linear.tiles} * kTile, step.logit_count);
+    const int64_t stride = int64_t{linear.tiles} * kTile;
+    run_linear(p.k, p.pool, linear, format, in.data, in.stride, step.logits, stride, step.logit_count);
+    if (softcap <= 0) return;
+    over_rows(p.pool, step.logit_count * int64_t{linear.tiles}, kTile, [&](int64_t a, int64_t b) {
+      p.k.softcap(softcap, step.logits + a * kTile, (b - a) * kTile);
+    });
   }
 };
 
@@ -87,6 +93,21 @@ struct NormOp final : Operator {
     const Buffer &in = p.buffer(x), &out = p.buffer(y);
     over_rows(p.pool, step.token_count, in.columns, [&](int64_t a, int64_t b) {
       p.k.norm(in.row<float>(a), in.stride, weight, eps, in.columns, out.row<char>(a), out.dtype, out.stride, b - a);
+    });
+  }
+};
+
+// residual += norm(x), then the norm of the residual: what follows the reduction where a layer has norms on both sides.
+struct NormAddNormOp final : Operator {
+  int x, residual, y;
+  const float *inner, *weight;
+  float eps;
+
+  void run(Program& p, const Step& step) override {
+    const Buffer &in = p.buffer(x), &sum = p.buffer(residual), &out = p.buffer(y);
+    over_rows(p.pool, step.token_count, in.columns, [&](int64_t a, int64_t b) {
+      p.k.norm_add_norm(in.row<float>(a), in.stride, inner, sum.row<float>(a), sum.stride, weight, eps, in.columns,
+                        out.row<char>(a), out.dtype, out.stride, b - a);
     });
   }
 };
@@ -124,15 +145,11 @@ struct ColumnsOp final : Operator {
   void run(Program& p, const Step& step) override {
     const Buffer &in = p.buffer(x), &out = p.buffer(y);
     const int32_t rows = in.logit_rows ? step.logit_count : step.token_count;
-    if (in.dtype == Dtype::kFloat32) {
-      p.k.round(in.row<float>(0) + start, in.stride, out.data, out.dtype, out.columns, out.stride, rows);
-      return;
-    }
-    const size_t size = bytes_of(in.dtype), used = static_cast<size_t>(out.columns) * size;
-    for (int64_t r = 0; r < rows; ++r) {
-      std::memcpy(out.row<char>(r), in.row<char>(r) + static_cast<size_t>(start) * size, used);
-      std::memset(out.row<char>(r) + used, 0, static_cast<size_t>(out.stride) * size - used);
-    }
+    const size_t skipped = static_cast<size_t>(start) * bytes_of(in.dtype);
+    over_rows(p.pool, rows, out.columns, [&](int64_t a, int64_t b) {
+      p.k.round(in.row<char>(a) + skipped, in.dtype, in.stride, out.row<char>(a), out.dtype, out.columns, out.stride,
+                b - a);
+    });
   }
 };
 
@@ -141,7 +158,7 @@ struct SelectRowsOp final : Operator {
 
   void run(Program& p, const Step& step) override {
     const Buffer &in = p.buffer(x), &out = p.buffer(y);
-    const size_t bytes = static_cast<size_t>(in.stride) * bytes_of(in.dtype);
+    const auto bytes = static_cast<size_t>(row_bytes(in.dtype, in.stride));
     for (int64_t r = 0; r < step.logit_count; ++r)
       std::memcpy(out.row<char>(r), in.row<char>(step.logit_rows[r]), bytes);
   }

@@ -61,17 +61,19 @@ class OnItsCore {
 }  // namespace
 
 Program::Program(const Kernels& kernels, Pool& pool, ShmComm* comm, int64_t max_tokens, int64_t max_logit_rows,
-                 int64_t two_shot_from)
+                 int64_t two_shot_from, Dtype dtype)
     : k(kernels),
       pool(pool),
       comm(comm),
       two_shot_from(two_shot_from),
       max_tokens_(max_tokens),
-      max_logit_rows_(max_logit_rows) {}
+      max_logit_rows_(max_logit_rows),
+      dtype_(dtype) {}
 
 int Program::make(Dtype dtype, int64_t columns, bool padded, bool logit_rows) {
   Buffer buffer{};
   buffer.dtype = dtype;
+  buffer.twin = -1;
   buffer.columns = columns;
   buffer.stride = round_up(columns, kTile);
   buffer.rows = logit_rows ? max_logit_rows_ : max_tokens_;
@@ -81,15 +83,32 @@ int Program::make(Dtype dtype, int64_t columns, bool padded, bool logit_rows) {
   return static_cast<int>(buffers_.size()) - 1;
 }
 
-// x as a linear takes it: in the weight's dtype, with zeros after its columns.
+// A buffer whose dtype its first consumer will settle; with zeros after its columns.
+int Program::make_open(int64_t columns, bool logit_rows) {
+  const int y = make(dtype_, columns, true, logit_rows);
+  buffer(y).open = true;
+  return y;
+}
+
+// The dtype of x: what is wanted, if nobody has wanted another one before.
+Dtype Program::settle(int x, Dtype wanted) {
+  Buffer& b = buffer(x);
+  if (!b.open) return b.dtype;
+  b.open = false;
+  return b.dtype = b.twin < 0 ? wanted : settle(b.twin, wanted);
+}
+
+// x as a linear takes it: in the dtype that it multiplies with, with zeros after its columns.
 int Program::ready(int x, Dtype dtype) {
-  const Buffer& from = buffer(x);
-  return from.dtype == dtype && from.padded ? x : columns(x, 0, from.columns, dtype);
+  if (settle(x, dtype) == dtype && buffer(x).padded) return x;
+  const int y = columns(x, 0, buffer(x).columns);
+  settle(y, dtype);
+  return y;
 }
 
 // x, which must be float32.
 const Buffer& Program::wide(int x, const char* what) {
-  if (buffer(x).dtype != Dtype::kFloat32) throw std::invalid_argument(std::string(what) + " takes float32");
+  if (settle(x, Dtype::kFloat32) != Dtype::kFloat32) throw std::invalid_argument(std::string(what) + " takes float32");
   return buffer(x);
 }
 
@@ -107,16 +126,16 @@ void Program::record(std::vector<int> touched, Op op) {
   operators_.push_back(std::make_unique<Op>(std::move(op)));
 }
 
-int Program::embed(const Weight& weight, const std::vector<int32_t>& edges) {
+int Program::embed(const Weight& weight, const std::vector<int32_t>& edges, float scale) {
   const int y = make(Dtype::kFloat32, weight.columns, false);
   EmbedOp op;
-  op.y = y, op.weight = weight, op.edges = edges;
+  op.y = y, op.weight = weight, op.edges = edges, op.scale = scale;
   record({y}, std::move(op));
   return y;
 }
 
-int Program::norm(int x, const Weight& weight, float eps, Dtype out) {
-  const int y = make(out, wide(x, "norm").columns, true);
+int Program::norm(int x, const Weight& weight, float eps) {
+  const int y = make_open(wide(x, "norm").columns);
   NormOp op;
   op.x = x, op.y = y, op.weight = static_cast<const float*>(weight.data), op.eps = eps;
   record({x, y}, std::move(op));
@@ -139,10 +158,10 @@ int Program::linear_nodes(int given, const Weight& weight, const Plan& plan) {
   int32_t nodes = 0;
   for (const Leaf& leaf : plan.leaves) nodes += leaf.ends_node;
   const int64_t width = int64_t{weight.tiles()} * kTile;
-  const int x = nodes ? ready(given, weight.dtype) : given;
+  const int x = nodes ? ready(given, input_of(weight.format)) : given;
   const int y = make(Dtype::kFloat32, width * nodes, false);
   LinearOp op;
-  op.x = x, op.y = y, op.dtype = weight.dtype, op.leaves = plan.leaves;
+  op.x = x, op.y = y, op.format = weight.format, op.leaves = plan.leaves;
   op.linear = Linear{weight.data, nullptr,           nullptr, static_cast<int32_t>(plan.leaves.size()),
                      nodes,       static_cast<int32_t>(weight.inputs), weight.tiles()};
   if (nodes == 0) return y;  // a rank without a part of this dimension brings nothing
@@ -182,12 +201,21 @@ int Program::reduce(int nodes, const Plan& plan, const Weight* bias, int64_t col
 }
 
 int Program::reduce_add_norm(int nodes, const Plan& plan, const Weight* bias, int residual, const Weight& weight,
-                             float eps, Dtype out) {
+                             float eps) {
   const int64_t columns = buffer(residual).columns;
   ReduceOp op = reduction(comm, nodes, plan, bias, columns);
   op.residual = residual, op.args.weight = static_cast<const float*>(weight.data), op.args.eps = eps;
-  const int y = op.y = make(out, columns, true);
+  const int y = op.y = make_open(columns);
   record({nodes, residual, y}, std::move(op));
+  return y;
+}
+
+int Program::norm_add_norm(int x, const Weight& inner, int residual, const Weight& weight, float eps) {
+  const int y = make_open(wide(x, "norm_add_norm").columns);
+  NormAddNormOp op;
+  op.x = x, op.residual = residual, op.y = y, op.eps = eps;
+  op.inner = static_cast<const float*>(inner.data), op.weight = static_cast<const float*>(weight.data);
+  record({x, residual, y}, std::move(op));
   return y;
 }
 
@@ -200,10 +228,10 @@ int Program::activation(int x, Activation kind) {
   return y;
 }
 
-int Program::gated(int gate_up, Activation kind, Dtype out) {
+int Program::gated(int gate_up, Activation kind) {
   GatedOp op;
   op.x = gate_up, op.kind = kind;
-  const int y = op.y = make(out, wide(gate_up, "gated_activation").columns / 2, true);
+  const int y = op.y = make_open(wide(gate_up, "gated_activation").columns / 2);
   record({gate_up, y}, std::move(op));
   return y;
 }
@@ -227,10 +255,12 @@ int Program::attention(int qkv, const Attention& attention, const std::vector<in
   return y;
 }
 
-int Program::columns(int x, int64_t start, int64_t stop, Dtype out) {
+int Program::columns(int x, int64_t start, int64_t stop) {
+  if (settle(x, dtype_) == Dtype::kInt8)
+    throw std::invalid_argument("what was rounded to int8 for its first consumer is wanted in another form too");
   ColumnsOp op;
   op.x = x, op.start = start;
-  const int y = op.y = make(out, stop - start, true, buffer(x).logit_rows);
+  const int y = op.y = make_open(stop - start, buffer(x).logit_rows);
   record({x, y}, std::move(op));
   return y;
 }
@@ -250,20 +280,24 @@ int Program::gather_columns(int x, const std::vector<int64_t>& parts) {
 int Program::select_rows(int x) {
   SelectRowsOp op;
   op.x = x;
-  const int y = op.y = make(buffer(x).dtype, buffer(x).columns, buffer(x).padded, true);
+  const Buffer from = buffer(x);
+  const int y = op.y = make(from.dtype, from.columns, from.padded, true);
+  buffer(y).open = from.open, buffer(y).twin = x;
   record({x, y}, std::move(op));
   return y;
 }
 
-void Program::logits(int given, const Weight& weight) {
-  const int x = ready(given, weight.dtype);
+void Program::logits(int given, const Weight& weight, float softcap) {
+  const int x = ready(given, input_of(weight.format));
   LogitsOp op;
-  op.x = x, op.dtype = weight.dtype, op.leaf = Leaf{0, static_cast<int32_t>(weight.inputs), 0, 1};
+  op.x = x, op.softcap = softcap, op.format = weight.format;
+  op.leaf = Leaf{0, static_cast<int32_t>(weight.inputs), 0, 1};
   op.linear = Linear{weight.data, nullptr, nullptr, 1, 1, static_cast<int32_t>(weight.inputs), weight.tiles()};
   record({x}, std::move(op));
 }
 
 void Program::finish() {
+  for (size_t i = 0; i < buffers_.size(); ++i) settle(static_cast<int>(i), dtype_);
   place(buffers_, arena_);
   finished_ = true;
 }

@@ -26,12 +26,13 @@ struct Step {
 
 // A weight in tiles, or a plain float32 vector (inputs == 0).
 struct Weight {
-  Dtype dtype;
+  Format format;
   int64_t outputs;
   int64_t columns;  // real inputs
   int64_t inputs;   // padded
   void* data;
   int32_t tiles() const { return static_cast<int32_t>((outputs + kTile - 1) / kTile); }
+  int64_t bytes() const { return tiles() * inputs * input_bytes(format); }
 };
 
 // How partial sums become a result: see serried/parallel/reduction.py.
@@ -64,25 +65,28 @@ class Operator {
 
 class Program {
  public:
-  // two_shot_from: bytes (of the rank with most) from which a reduction goes in two shots.
+  // two_shot_from: bytes (of the rank with most) from which a reduction goes in two shots. dtype: of activations.
   Program(const Kernels& kernels, Pool& pool, ShmComm* comm, int64_t max_tokens, int64_t max_logit_rows,
-          int64_t two_shot_from);
+          int64_t two_shot_from, Dtype dtype);
 
-  // Recording: each makes an operator and gives the number of the buffer that it writes.
-  int embed(const Weight& weight, const std::vector<int32_t>& edges);
-  int norm(int x, const Weight& weight, float eps, Dtype out);
+  // Recording: each makes an operator and gives the number of the buffer that it writes. What a norm, gated or columns
+  // writes is open until its first consumer says what it takes: a linear the dtype that its weight multiplies with.
+  int embed(const Weight& weight, const std::vector<int32_t>& edges, float scale);
+  int norm(int x, const Weight& weight, float eps);
   int linear(int x, const Weight& weight, const Weight* bias);
   int linear_nodes(int x, const Weight& weight, const Plan& plan);
   int reduce(int nodes, const Plan& plan, const Weight* bias, int64_t columns);
-  int reduce_add_norm(int nodes, const Plan& plan, const Weight* bias, int residual, const Weight& weight, float eps,
-                      Dtype out);
+  int reduce_add_norm(int nodes, const Plan& plan, const Weight* bias, int residual, const Weight& weight, float eps);
+  int norm_add_norm(int x, const Weight& inner, int residual, const Weight& weight, float eps);
   int activation(int x, Activation kind);
-  int gated(int gate_up, Activation kind, Dtype out);
+  int gated(int gate_up, Activation kind);
   int attention(int qkv, const Attention& attention, const std::vector<int32_t>& kv_map);
-  int columns(int x, int64_t start, int64_t stop, Dtype out);
+  int columns(int x, int64_t start, int64_t stop);
   int gather_columns(int x, const std::vector<int64_t>& parts);
   int select_rows(int x);
-  void logits(int x, const Weight& weight);
+  void logits(int x, const Weight& weight, float softcap);
+  // The dtype of a buffer; the program's own where nobody has said yet.
+  Dtype dtype(int x) { return settle(x, dtype_); }
 
   // Gives the buffers their memory; nothing can be recorded after that.
   void finish();
@@ -103,6 +107,8 @@ class Program {
 
  private:
   int make(Dtype dtype, int64_t columns, bool padded, bool logit_rows = false);
+  int make_open(int64_t columns, bool logit_rows = false);
+  Dtype settle(int x, Dtype wanted);
   int ready(int x, Dtype dtype);
   const Buffer& wide(int x, const char* what);
   void use(int index);
@@ -110,6 +116,7 @@ class Program {
   void record(std::vector<int> reads, Op op);
 
   int64_t max_tokens_, max_logit_rows_;
+  Dtype dtype_;
   bool finished_ = false;
   std::vector<Buffer> buffers_;
   std::vector<std::unique_ptr<Operator>> operators_;

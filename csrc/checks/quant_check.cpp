@@ -1,0 +1,232 @@
+// A developer's tool: the quantized linears of one instruction set against a reference, against themselves in every cut,
+// and against the limits of the machine. Built by hand, with the set's flags from CMakeLists.txt:
+//   g++ -std=c++20 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -Wall -Wextra -DSERRIED_avx2=1
+//       -DSERRIED_ISA_NAME='"avx2"' -mavx2 -mfma -mf16c -mbmi -mbmi2 csrc/checks/quant_check.cpp -o quant_check
+//   ./quant_check          checks, then speeds
+//   ./quant_check check    checks only;  ./quant_check speed: speeds only (of int8, int4, int4_min or blocks, if named)
+#include "../kernels/pointwise.hpp"
+#include "linear_support.hpp"
+
+namespace serried {
+namespace {
+
+const char* name_of(Format format) {
+  return format == Format::kInt8 ? "int8" : format == Format::kInt4 ? "int4" : format == Format::kInt4Min ? "int4_min" : "bf16";
+}
+
+void run_linear(Format format, const Linear& linear, const void* x, int64_t x_stride, float* y, int64_t y_stride,
+                int t0, int t1, int o0, int o1) {
+  if (format == Format::kBFloat16) return linear_bf16(linear, x, x_stride, y, y_stride, t0, t1, o0, o1);
+  if (format == Format::kInt8) return linear_quantized<Format::kInt8>(linear, x, x_stride, y, y_stride, t0, t1, o0, o1);
+  if (format == Format::kInt4) return linear_quantized<Format::kInt4>(linear, x, x_stride, y, y_stride, t0, t1, o0, o1);
+  linear_quantized<Format::kInt4Min>(linear, x, x_stride, y, y_stride, t0, t1, o0, o1);
+}
+
+struct Case {
+  Format format;
+  int inputs, columns, outputs, tokens;
+  Table table;
+  bool with_bias;
+  int64_t x_stride, x_bytes, y_stride;
+  int tiles;
+  Buffer weight, x;
+  std::vector<float> bias, w_values;
+  Linear linear;
+
+  // extra: columns of x behind the inputs, in units of 32; missing: columns that the last group lacks.
+  Case(Format format, int inputs, int missing, int outputs, int tokens, Table t, bool with_bias, int extra)
+      : format(format), inputs(inputs), columns(inputs - missing), outputs(outputs), tokens(tokens),
+        table(std::move(t)), with_bias(with_bias), x_stride((inputs + extra * 32 + 63) / 64 * 64),
+        x_bytes(row_bytes(Dtype::kInt8, x_stride)), y_stride((outputs + 63) / 64 * 64 + 16), tiles((outputs + 63) / 64),
+        weight(input_bytes(format) * tiles * inputs), x(x_bytes * tokens) {
+    std::vector<float> values(static_cast<size_t>(outputs) * columns);
+    for (float& value : values) value = normal() * 0.05f;
+    const int64_t groups = inputs / kGroup, bytes = groups * blocks::shape_of(format).bytes;
+    std::vector<uint8_t> packed(outputs * bytes);
+    quantize(format, values.data(), Dtype::kFloat32, outputs, columns, columns, packed.data(), bytes);
+    for (int r = 0; r < outputs;) {
+      const int rows = std::min(pick(1, 90), outputs - r);
+      pack_blocks(weight.as(), format, inputs, r, rows, packed.data() + r * bytes, groups, bytes);
+      r += rows;
+    }
+    w_values.resize(static_cast<size_t>(outputs) * inputs);
+    for (int r = 0; r < outputs; ++r) unpack_row(weight.as(), format, inputs, r, &w_values[static_cast<size_t>(r) * inputs], inputs);
+    for (int t = 0; t < tokens; ++t) {
+      std::vector<float> row(columns);
+      for (float& value : row) value = normal();
+      if (t % 5 == 4) std::fill(row.begin(), row.begin() + std::min(64, columns), 0.0f);
+      round_rows(row.data(), Dtype::kFloat32, columns, x.as() + t * x_bytes, Dtype::kInt8, columns, x_stride, 1);
+    }
+    if (with_bias) {
+      bias.assign(tiles * 64, 0.0f);
+      for (int i = 0; i < outputs; ++i) bias[i] = normal();
+    }
+    linear = {weight.as(), with_bias ? bias.data() : nullptr, table.leaves.data(),
+              static_cast<int32_t>(table.leaves.size()), table.nodes, inputs, tiles};
+  }
+  simd::Int8Row row(int t) { return {x.as() + t * x_bytes, x_stride}; }
+  int64_t floats() const { return tokens * linear.nodes * y_stride; }
+  void run(const Linear& what, float* y, int t0, int t1, int o0, int o1) {
+    run_linear(format, what, x.as(), x_stride, y, y_stride, t0, t1, o0, o1);
+  }
+};
+
+[[noreturn]] void fail(const char* what, const Case& c, int token, int node, int output, double got, double want) {
+  std::printf("FAILED %s: %s inputs %d outputs %d tokens %d leaves %zu nodes %d bias %d", what, name_of(c.format),
+              c.inputs, c.outputs, c.tokens, c.table.leaves.size(), c.table.nodes, c.with_bias);
+  std::printf("; at token %d node %d output %d: %.9g, not %.9g\n", token, node, output, got, want);
+  std::exit(1);
+}
+
+void same(const char* what, const Case& c, const float* got, const float* want) {
+  for (int64_t i = 0; i < c.floats(); ++i) {
+    if (std::memcmp(got + i, want + i, 4) == 0) continue;
+    const int64_t row = i / c.y_stride;
+    fail(what, c, static_cast<int>(row / c.linear.nodes), static_cast<int>(row % c.linear.nodes),
+         static_cast<int>(i % c.y_stride), got[i], want[i]);
+  }
+}
+
+constexpr float kUntouched = -12345.0f;
+
+float multiply_add(float a, float b, float c) {
+#if SERRIED_baseline
+  return c + a * b;
+#else
+  return std::fma(a, b, c);
+#endif
+}
+
+// The values of one output and group in the tiles: integers without their offset, scale, minimum.
+struct Group {
+  int values[32];
+  float scale, minimum;
+
+  Group(Case& c, int output, int group) {
+    const auto shape = blocks::shape_of(c.format);
+    const int o = output % 64;
+    const uint8_t* tile = c.weight.as<uint8_t>() + (int64_t{output / 64} * (c.inputs / 32) + group) * shape.bytes * 64;
+    for (int k = 0; k < 32; ++k) {
+      const int f = c.format == Format::kInt8 ? k / 4 : k % 16 / 4;
+      const int byte = tile[f * 256 + o * 4 + k % 4];
+      values[k] = c.format == Format::kInt8 ? byte - 128 : (k < 16 ? byte & 15 : byte >> 4);
+      if (c.format == Format::kInt4) values[k] -= 8;
+    }
+    scale = blocks::get_half(tile + shape.units * 256 + o * 2);
+    minimum = shape.scales == 4 ? blocks::get_half(tile + shape.units * 256 + 128 + o * 2) : 0.0f;
+  }
+};
+
+// The chain of a leaf in scalars, in the order that linear_quant.hpp states, and the same in double precision from
+// the unpacked weights.
+struct LeafSum {
+  float sum = 0;
+  double exact = 0, magnitude = 0;
+
+  LeafSum(Case& c, int token, int output, const Leaf& leaf) {
+    const auto row = c.row(token);
+    for (int g = leaf.start / 32; g < (leaf.stop + 31) / 32; ++g) {
+      const Group w(c, output, g);
+      int integer = 0;
+      for (int k = 0; k < 32; ++k) {
+        const int q = row.values[g * 32 + k];
+        integer += q * w.values[k];
+        const double product = double{row.scales[g]} * q * c.w_values[static_cast<size_t>(output) * c.inputs + g * 32 + k];
+        exact += product;
+        magnitude += std::abs(product);
+      }
+      sum = multiply_add(static_cast<float>(integer) * w.scale, row.scales[g], sum);
+      if (c.format == Format::kInt4Min)
+        sum = multiply_add(w.minimum, row.scales[g] * static_cast<float>(row.sums[g]), sum);
+    }
+  }
+};
+
+void check_reference(Case& c, const float* y) {
+  for (int t = 0; t < c.tokens; ++t) {
+    for (int o = 0; o < c.outputs; o += t < 3 ? 1 : 7) {
+      std::vector<float> stack;
+      double exact = 0, magnitude = 0;
+      int n = 0;
+      for (const Leaf& leaf : c.table.leaves) {
+        const LeafSum sum(c, t, o, leaf);
+        stack.push_back(sum.sum);
+        exact += sum.exact;
+        magnitude += sum.magnitude;
+        for (int p = 0; p < leaf.pops; ++p) {
+          const float right = stack.back();
+          stack.pop_back();
+          stack.back() += right;
+        }
+        if (!leaf.ends_node) continue;
+        const float want = c.with_bias ? stack[0] + c.bias[o] : stack[0];
+        const float got = y[(static_cast<int64_t>(t) * c.table.nodes + n) * c.y_stride + o];
+        if (std::memcmp(&got, &want, 4) != 0) fail("against scalars", c, t, n, o, got, want);
+        if (c.with_bias) exact += c.bias[o];
+        // int4 with minimum: unpacking rounds every value once, the kernel only the sum.
+        if (!(std::abs(got - exact) <= magnitude * 2e-6 + 1e-6)) fail("against double", c, t, n, o, got, exact);
+        stack.clear();
+        exact = magnitude = 0;
+        ++n;
+      }
+    }
+  }
+}
+
+void check_cuts(Case& c, const float* y) {
+  std::vector<float> other(c.floats(), kUntouched);
+  for (int t = 0; t < c.tokens; ++t) c.run(c.linear, other.data(), t, t + 1, 0, c.tiles);
+  same("tokens alone", c, other.data(), y);
+  for (int round = 0; round < 3; ++round) {
+    std::fill(other.begin(), other.end(), kUntouched);
+    for (int t = 0; t < c.tokens;) {
+      const int tokens = std::min(pick(1, 70), c.tokens - t);
+      for (int o = 0; o < c.tiles;) {
+        const int tiles = std::min(pick(1, 3), c.tiles - o);
+        c.run(c.linear, other.data(), t, t + tokens, o, o + tiles);
+        o += tiles;
+      }
+      t += tokens;
+    }
+    same("ranges", c, other.data(), y);
+  }
+}
+
+void check_case(Case&& c) {
+  std::vector<float> y(c.floats(), kUntouched);
+  c.run(c.linear, y.data(), 0, c.tokens, 0, c.tiles);
+  for (int64_t i = 0; i < c.floats(); ++i) {
+    const bool beyond = i % c.y_stride >= c.tiles * 64;
+    if (beyond && y[i] != kUntouched) fail("written beyond the tiles", c, 0, 0, static_cast<int>(i), y[i], kUntouched);
+  }
+  check_reference(c, y.data());
+  check_cuts(c, y.data());
+}
+
+void check_all() {
+  for (const Format format : {Format::kInt8, Format::kInt4, Format::kInt4Min}) {
+    for (int tokens = 1; tokens <= 70; ++tokens) {
+      const int inputs = 32 * pick(1, 12);
+      check_case({format, inputs, pick(0, 31), pick(1, 200), tokens, one_leaf(inputs), tokens % 2 == 1, pick(0, 2)});
+    }
+    for (const int units : {1, 2, 5, 24, 64, 65, 80}) {
+      for (const int unit : {32, 64, 96, 128}) {
+        const int cut = pick(0, 2);
+        check_case({format, units * unit, 0, pick(1, 130), pick(1, 70), tree_of(units, unit, cut), cut == 0, 1});
+      }
+    }
+    check_case({format, 5 * 800, 0, 64, 150, tree_of(5, 800), true, 0});
+    check_case({format, 5 * 4128, 7, 64, 70, one_leaf(5 * 4128), true, 0});
+    check_case({format, 9600, 0, 70, 133, one_leaf(9600), false, 0});
+  }
+  std::printf("%s: all checks passed\n", SERRIED_ISA_NAME);
+}
+
+}  // namespace
+}  // namespace serried
+
+int main(int argc, char** argv) {
+  const std::string what = argc > 1 ? argv[1] : "";
+  serried::begin_thread();
+  if (what != "speed") serried::check_all();
+}
