@@ -9,16 +9,22 @@ import numpy as np
 import numpy.typing as npt
 
 from serried.parallel.reduction import Span
+from serried.quant.method import Method
+from serried.quant.rows import QuantizedRows
 
 Array = npt.NDArray[np.generic]
 
 
 class TensorInfo(NamedTuple):
-    """A tensor of a checkpoint: its shape (outermost dimension first), its format's own name, the file it is in."""
+    """A tensor of a checkpoint: its shape (outermost dimension first), its format's own name, the file it is in.
+
+    method: what it is kept in unless the user wants otherwise; None where the file holds plain numbers.
+    """
 
     shape: tuple[int, ...]
     format: str
     file: str
+    method: Method | None = None
 
 
 class Checkpoint(Protocol):
@@ -38,6 +44,13 @@ class Checkpoint(Protocol):
         """
         ...
 
+    def read_blocks(self, name: str, rows: Span, columns: Span | None, method: Method) -> QuantizedRows | None:
+        """As `read`, but in the blocks of a method, where the file holds that very method.
+
+        None where it does not, or where the columns do not start with a group: read and quantize then.
+        """
+        ...
+
     @property
     def bytes_read(self) -> int:
         """Bytes of tensor data read from disk so far."""
@@ -46,3 +59,11 @@ class Checkpoint(Protocol):
     def close(self) -> None:
         """Close the files."""
         ...
+
+
+def read_rows(
+    checkpoint: Checkpoint, name: str, rows: Span, columns: Span | None, method: Method | None
+) -> Array | QuantizedRows:
+    """A slice for a parameter of a method: its blocks where the file has them, else values."""
+    blocks = checkpoint.read_blocks(name, rows, columns, method) if method else None
+    return checkpoint.read(name, rows, columns) if blocks is None else blocks

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from serried.errors import CheckpointError
 from serried.parallel.reduction import Span
+from serried.quant.method import Method
 from serried.weights.checkpoint import Array, TensorInfo
 from serried.weights.files import slice_shape
 
@@ -61,6 +62,9 @@ class DummyCheckpoint:
         _fill(out, first, stride, tensor_keys(self._seed, name), _pair_table(name, info.shape))
         values: Array = out.view(ml_dtypes.bfloat16)
         return values.reshape(shape)
+
+    def read_blocks(self, name: str, rows: Span, columns: Span | None, method: Method) -> None:
+        """See Checkpoint.read_blocks: there are none."""
 
     @property
     def bytes_read(self) -> int:

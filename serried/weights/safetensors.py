@@ -1,20 +1,22 @@
-"""Checkpoints in the safetensors format: read by the slice, written as a stream."""
+"""Checkpoints in the safetensors format, read by the slice."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from serried.errors import CheckpointError
 from serried.parallel.reduction import Span
+from serried.quant.method import Method
+from serried.quant.rows import QuantizedRows
 from serried.weights.checkpoint import Array, TensorInfo
-from serried.weights.files import READABLE, DataFile, check_extents
+from serried.weights.files import FP8, READABLE, DataFile, check_extents
+from serried.weights.safetensors_blocks import DECLARATION, Blocks, Stored, take_blocks
 
 MAX_HEADER = 100_000_000
 MAX_DIMENSIONS = 8
@@ -28,30 +30,32 @@ _BITS |= {name: 8 * dtype.itemsize for name, dtype in READABLE.items()}
 _PICKLES = (".bin", ".pt", ".pth")
 
 
-class _Stored(NamedTuple):
-    info: TensorInfo
-    file: DataFile
-    offset: int
-    nbytes: int
-
-
 class SafetensorsCheckpoint:
     """A .safetensors file, or a directory with model.safetensors or with an index and its shards.
 
-    F32, F16 and BF16 can be read; tensors of other dtypes are listed. Raises CheckpointError where anything
-    is missing, damaged or said twice.
+    F32, F16 and BF16 can be read, and what `serried quantize` wrote; tensors of other dtypes are listed. tied: the
+    names of an embedding and of the LM head that is the same matrix: one of them serves for both, and where the file
+    has both they must be equal; a head beside a quantized embedding stays left over. Raises CheckpointError where
+    anything is missing, damaged or said twice.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, tied: tuple[str, str] | None = None) -> None:
         self._path = Path(path)
         self._files: list[DataFile] = []
-        self._stored: dict[str, _Stored] = {}
+        self._where: dict[str, DataFile] = {}
+        self._stored: dict[str, Stored] = {}
+        self._copies: dict[str, tuple[str, Stored]] = {}
+        self._blocks: dict[str, Blocks] = {}
         try:
             self._open()
+            if tied:
+                self._tie(*tied)
         except BaseException:
             self.close()
             raise
-        self.tensors: Mapping[str, TensorInfo] = {name: s.info for name, s in self._stored.items()}
+        self.tensors: Mapping[str, TensorInfo] = {name: s.info for name, s in self._stored.items()} | {
+            name: blocks.info for name, blocks in self._blocks.items()
+        }
 
     def _open(self) -> None:
         weight_map: dict[str, str] = {}
@@ -69,27 +73,66 @@ class SafetensorsCheckpoint:
         for shard in paths:
             self._add(shard)
         for name, shard_name in weight_map.items():
-            if name not in self._stored or self._stored[name].file.path.name != shard_name:
+            if name not in self._where or self._where[name].path.name != shard_name:
                 raise CheckpointError(
                     f"{self._path / shard_name}: tensor {name!r}: not in this file, where {index} says it is"
                 )
+        for name, file in self._where.items():
+            if weight_map and name not in weight_map:
+                raise file.error(f"is in this file, but {index} does not name it", name)
 
     def _add(self, path: Path) -> None:
         file = DataFile(path)
         self._files.append(file)
-        for name, stored in _parse_header(file).items():
-            if name in self._stored:
-                raise file.error(f"is in {self._stored[name].file.path} too", name)
-            self._stored[name] = stored
+        found, declaration = _parse_header(file)
+        for name in found:
+            if name in self._where:
+                raise file.error(f"is in {self._where[name].path} too", name)
+            self._where[name] = file
+        self._blocks |= take_blocks(file, found, declaration)
+        self._stored |= found
 
     def read(self, name: str, rows: Span, columns: Span | None = None) -> Array:
         """See Checkpoint.read."""
+        if name in self._blocks:
+            return self._blocks[name].read_values(rows, columns)
         if name not in self._stored:
             raise CheckpointError(f"{self._path}: tensor {name!r} is not in this checkpoint")
-        info, file, offset, _ = self._stored[name]
-        if info.format not in READABLE:
-            raise file.error(f"dtype {info.format} cannot be read; convert it to {', '.join(READABLE)}", name)
-        return file.read_plain(name, info, offset, READABLE[info.format], rows, columns)
+        return self._read(name, READABLE, rows, columns)
+
+    def read_whole(self, name: str) -> Array:
+        """A small tensor of any shape, one without dimensions too."""
+        info = self._stored[name].info
+        flat = self._stored[name]._replace(info=info._replace(shape=(math.prod(info.shape),)))
+        return flat.read(name, READABLE, Span(0, math.prod(info.shape)), None).reshape(info.shape)
+
+    def read_fp8(self, name: str, rows: Span, columns: Span | None = None) -> Array:
+        """As `read`, for a tensor of eight-bit floats, which are nothing without their scale."""
+        return self._read(name, FP8, rows, columns)
+
+    def _read(self, name: str, dtypes: Mapping[str, np.dtype[Any]], rows: Span, columns: Span | None) -> Array:
+        values = self._stored[name].read(name, dtypes, rows, columns)
+        if name in self._copies:
+            head, copy = self._copies[name]
+            bits = f"u{values.dtype.itemsize}"
+            if not np.array_equal(copy.read(head, dtypes, rows, columns).view(bits), values.view(bits)):
+                raise copy.file.error(f"is not equal to {name}: {_NOT_TIED}", head)
+        return values
+
+    def _tie(self, embedding: str, head: str) -> None:
+        if head not in self._stored or embedding in self._blocks:
+            return
+        stored = self._stored.pop(head)
+        own = self._stored.setdefault(embedding, stored)
+        if (own.info.shape, own.info.format) != (stored.info.shape, stored.info.format):
+            raise stored.file.error(f"is not {embedding}, {own.info.format} {list(own.info.shape)}: {_NOT_TIED}", head)
+        if own is not stored:
+            self._copies[embedding] = head, stored
+
+    def read_blocks(self, name: str, rows: Span, columns: Span | None, method: Method) -> QuantizedRows | None:
+        """See Checkpoint.read_blocks."""
+        blocks = self._blocks.get(name)
+        return blocks.read(rows, columns) if blocks and blocks.info.method is method else None
 
     @property
     def bytes_read(self) -> int:
@@ -101,6 +144,7 @@ class SafetensorsCheckpoint:
             file.close()
 
 
+_NOT_TIED = "config.json says that they are one matrix; if they are two, set tie_word_embeddings to false there"
 _NO_PICKLES = "pickles (.bin, .pt, .pth) are never read, since loading one can run any code; convert to safetensors"
 
 
@@ -146,8 +190,11 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _parse_header(file: DataFile) -> dict[str, _Stored]:
-    """The tensors of one file: 8 bytes of header length (little-endian), the header (JSON), the data."""
+def _parse_header(file: DataFile) -> tuple[dict[str, Stored], Any]:
+    """The tensors of one file, and what it declares of quantized ones.
+
+    A file is 8 bytes of header length (little-endian), the header (JSON), the data.
+    """
     if file.size < 8:
         raise file.error(f"truncated: {file.size} bytes do not hold the length of a header")
     length = int.from_bytes(file.read_bytes(0, 8), "little")
@@ -161,16 +208,16 @@ def _parse_header(file: DataFile) -> dict[str, _Stored]:
         raise file.error(f"the header is not valid JSON: {error}") from error
     if not isinstance(header, dict):
         raise file.error("the header is not a JSON object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     stored = {name: _parse_tensor(file, name, entry, 8 + length) for name, entry in header.items()}
     check_extents(file, [(name, s.offset, s.nbytes) for name, s in stored.items()])
     used = sum(s.nbytes for s in stored.values())
     if 8 + length + used != file.size:
         raise file.error(f"{file.size - 8 - length - used} bytes of data belong to no tensor")
-    return stored
+    return stored, metadata.get(DECLARATION) if isinstance(metadata, dict) else None
 
 
-def _parse_tensor(file: DataFile, name: str, entry: Any, data: int) -> _Stored:
+def _parse_tensor(file: DataFile, name: str, entry: Any, data: int) -> Stored:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]}:
             pass
@@ -186,55 +233,4 @@ def _parse_tensor(file: DataFile, name: str, entry: Any, data: int) -> _Stored:
         raise file.error(f"truncated: its data ends at byte {data + end} of a file of {file.size}", name)
     if dtype in _BITS and 8 * (end - begin) != math.prod(shape) * _BITS[dtype]:
         raise file.error(f"{end - begin} bytes of data do not make {dtype} {shape}", name)
-    return _Stored(TensorInfo(tuple(shape), dtype, str(file.path)), file, data + begin, end - begin)
-
-
-class TensorSource(NamedTuple):
-    """A tensor to be written: `chunks` makes its elements, in order, as arrays of the dtype, any shape."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: Callable[[], Iterable[Array]]
-
-
-def write_safetensors(path: str | Path, tensors: Iterable[TensorSource], **metadata: str) -> None:
-    """Write a file, one chunk in memory at a time; it gets its name when it is complete.
-
-    dtypes: F32, F16, BF16. Raises ValueError where the chunks do not make their tensor.
-    """
-    path = Path(path)
-    # Wide elements first, so that every tensor is aligned to its own element.
-    sources = sorted(tensors, key=lambda t: -READABLE[t.dtype].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | metadata}
-    end = 0
-    for name, dtype, shape, _ in sources:
-        begin, end = end, end + math.prod(shape) * READABLE[dtype].itemsize
-        if name in header:
-            raise ValueError(f"tensor {name!r} is given twice")
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as out:
-            out.write(len(raw).to_bytes(8, "little") + raw)
-            for source in sources:
-                for chunk in _checked(source):
-                    out.write(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8).data)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _checked(source: TensorSource) -> Iterable[Array]:
-    left = math.prod(source.shape)
-    for chunk in source.chunks():
-        left -= chunk.size
-        if chunk.dtype != READABLE[source.dtype] or left < 0:
-            raise ValueError(f"tensor {source.name!r}: a chunk {chunk.dtype} {chunk.shape} does not fit")
-        yield chunk
-    if left:
-        raise ValueError(f"tensor {source.name!r}: {left} elements are missing")
+    return Stored(TensorInfo(tuple(shape), dtype, str(file.path)), file, data + begin, end - begin)

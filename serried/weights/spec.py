@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from serried.parallel.reduction import Span
+from serried.quant.method import Method
 
-Kind = Literal["vector", "linear", "embedding"]
+Kind = Literal["vector", "linear", "head", "embedding"]
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -70,15 +72,19 @@ class ShardSpec:
 
 @dataclass
 class Parameter:
-    """A rank's shard of a weight. `value` is the backend's handle, set by the loader.
+    """A rank's shard of a weight. `value` is the backend's handle and `method` what it is kept in, set by the loader.
 
     kind: what the backend will do with it: `vector` (float32: norms, biases), `linear` (the right side of a
-    product, [outputs, inputs]), `embedding` (rows are looked up; a tied one also serves as the LM head's weight).
+    product, [outputs, inputs]), `head` (the same, over the vocabulary), `embedding` (rows are looked up; a tied one
+    also serves as the LM head's weight). method: None where it is plain. offset: what is added, in float32, to the
+    values of a `vector` (a norm whose checkpoint holds weight - 1).
     """
 
     spec: ShardSpec
     kind: Kind
+    offset: float = 0.0
     value: Any = field(default=None, repr=False)
+    method: Method | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,3 +93,12 @@ class Parameter:
     @property
     def elements(self) -> int:
         return sum(piece.elements for piece in self.spec.pieces)
+
+    def nominal_bytes(self, dtype: str) -> float:
+        """Bytes that this shard's numbers take in the format that it was loaded in, without any padding.
+
+        dtype: the engine's, of what is not quantized.
+        """
+        if self.kind == "vector":
+            return 4.0 * self.elements
+        return self.elements * (self.method.bits / 8 if self.method else ITEMSIZE[dtype])
