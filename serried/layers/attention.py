@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serried.backends.base import AttentionSpec, Backend, Handle, Partial, RopeTable
@@ -14,14 +15,30 @@ from serried.weights.spec import Parameter, ShardSpec
 
 @dataclass(frozen=True)
 class AttentionNames:
-    """Checkpoint names of one layer's attention; the norms are None where the family has no QK-Norm."""
+    """Checkpoint names of one layer's attention; the norms are None where the family has no QK-Norm.
 
-    q_proj: str
-    k_proj: str
-    v_proj: str
+    qkv_proj: of q, k and v, or of the one tensor that holds all three.
+    """
+
+    qkv_proj: Sequence[str]
     o_proj: str
     q_norm: str | None
     k_norm: str | None
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """What attention computes, apart from its sizes; see AttentionSpec for the terms.
+
+    norm_offset: what is added to the checkpoint's values to make the weights of the norms.
+    """
+
+    rotary_dim: int
+    scale: float
+    norm_eps: float
+    norm_offset: float
+    window: int
+    softcap: float
 
 
 class Attention(Layer):
@@ -34,17 +51,15 @@ class Attention(Layer):
         hidden: int,
         partition: ModelPartition,
         comm: Communicator,
+        kind: AttentionKind,
         *,
-        norm_eps: float,
         qkv_bias: bool,
         output_bias: bool,
     ) -> None:
         head_dim, rank = partition.head_dim, comm.rank
-        self.qkv_proj = QKVParallelLinear(
-            (names.q_proj, names.k_proj, names.v_proj), hidden, partition, comm, bias=qkv_bias
-        )
-        self.q_norm = _head_norm(names.q_norm, head_dim)
-        self.k_norm = _head_norm(names.k_norm, head_dim)
+        self.qkv_proj = QKVParallelLinear(names.qkv_proj, hidden, partition, comm, bias=qkv_bias)
+        self.q_norm = _head_norm(names.q_norm, head_dim, kind.norm_offset)
+        self.k_norm = _head_norm(names.k_norm, head_dim, kind.norm_offset)
         self.o_proj = RowParallelLinear(
             names.o_proj, partition.attention, hidden, comm, bias=output_bias, reduce_results=False
         )
@@ -54,8 +69,11 @@ class Attention(Layer):
             kv_heads=partition.kv_heads_of(rank).size,
             kv_map=tuple(partition.kv_head_map(rank)),
             head_dim=head_dim,
-            scale=head_dim**-0.5,
-            norm_eps=norm_eps,
+            rotary_dim=kind.rotary_dim,
+            scale=kind.scale,
+            norm_eps=kind.norm_eps,
+            window=kind.window,
+            softcap=kind.softcap,
         )
 
     def __call__(self, ops: Backend, h: Handle, rope: RopeTable) -> Partial:
@@ -64,5 +82,5 @@ class Attention(Layer):
         return self.o_proj.partial(ops, a)
 
 
-def _head_norm(name: str | None, head_dim: int) -> Parameter | None:
-    return Parameter(ShardSpec.replicated(f"{name}.weight", (head_dim,)), "vector") if name else None
+def _head_norm(name: str | None, head_dim: int, offset: float) -> Parameter | None:
+    return Parameter(ShardSpec.replicated(f"{name}.weight", (head_dim,)), "vector", offset) if name else None

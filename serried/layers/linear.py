@@ -8,6 +8,7 @@ column-parallel layer's output is just the input that a row-parallel layer wants
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from serried.backends.base import Backend, Handle, Partial
 from serried.layers.layer import Layer
@@ -33,27 +34,24 @@ class ColumnParallelLinear(Layer):
         bias: bool = False,
         gather_output: bool = False,
     ) -> None:
-        self._init_fused([(name, outputs)], inputs, comm, bias)
+        self._init_fused([name], [outputs], inputs, comm, bias)
         self.parts = outputs.sizes
         self.gather_output = gather_output
 
     def _init_fused(
-        self, sources: Sequence[tuple[str, Partition]], inputs: int, comm: Communicator, bias: bool
+        self, names: Sequence[str], parts: Sequence[Partition], inputs: int, comm: Communicator, bias: bool
     ) -> None:
-        """One weight out of several: this rank's rows of each, one below the other."""
+        """One weight out of several parts: this rank's rows of each, one below the other."""
         self.comm = comm
         self.gather_output = False
+        sources = _sources(names, parts, comm.rank)
         self.weight = Parameter(
-            ShardSpec.stacked(
-                [ShardSpec.rows(f"{name}.weight", (part.size, inputs), part.spans[comm.rank]) for name, part in sources]
-            ),
+            ShardSpec.stacked([ShardSpec.rows(f"{name}.weight", (size, inputs), rows) for name, size, rows in sources]),
             "linear",
         )
         self.bias = (
             Parameter(
-                ShardSpec.stacked(
-                    [ShardSpec.rows(f"{name}.bias", (part.size,), part.spans[comm.rank]) for name, part in sources]
-                ),
+                ShardSpec.stacked([ShardSpec.rows(f"{name}.bias", (size,), rows) for name, size, rows in sources]),
                 "vector",
             )
             if bias
@@ -65,8 +63,23 @@ class ColumnParallelLinear(Layer):
         return ops.all_gather_columns(y, self.comm, self.parts) if self.gather_output else y
 
 
+def _sources(names: Sequence[str], parts: Sequence[Partition], rank: int) -> list[tuple[str, int, Span]]:
+    """For each part its tensor, that tensor's rows in all, and a rank's rows of it.
+
+    names: a tensor for each part, or one tensor that holds all parts, one below the other.
+    """
+    if len(names) == len(parts):
+        return [(name, part.size, part.spans[rank]) for name, part in zip(names, parts, strict=True)]
+    (name,) = names
+    *starts, total = accumulate((part.size for part in parts), initial=0)
+    return [(name, total, part.spans[rank].shift(start)) for part, start in zip(parts, starts, strict=True)]
+
+
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several column-parallel linears of one input in one product (gate and up): [T, own gate | own up]."""
+    """Several column-parallel linears of one input in one product (gate and up): [T, own gate | own up].
+
+    names: of the checkpoint's tensors, one for each, or one that holds all of them.
+    """
 
     def __init__(
         self,
@@ -77,18 +90,19 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         *,
         bias: bool = False,
     ) -> None:
-        self._init_fused(list(zip(names, outputs, strict=True)), inputs, comm, bias)
+        self._init_fused(names, outputs, inputs, comm, bias)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
     """q, k and v in one product, split by heads: [T, own q heads | own k heads | own v heads].
 
-    A rank holds the KV heads that its query heads read; ranks that read the same one each hold a copy.
+    A rank holds the KV heads that its query heads read; ranks that read the same one each hold a copy. names: of the
+    checkpoint's tensors, one for each of q, k and v, or one that holds all three.
     """
 
     def __init__(
         self,
-        names: tuple[str, str, str],
+        names: Sequence[str],
         inputs: int,
         partition: ModelPartition,
         comm: Communicator,
@@ -96,7 +110,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         bias: bool = False,
     ) -> None:
         kv = partition.kv_columns
-        self._init_fused(list(zip(names, (partition.attention, kv, kv), strict=True)), inputs, comm, bias)
+        self._init_fused(names, (partition.attention, kv, kv), inputs, comm, bias)
 
 
 class RowParallelLinear(Layer):

@@ -2,106 +2,65 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from serried.errors import InputError
-from serried.layers.rope import RopeConfig
 from serried.models.config import ACTIVATIONS, ModelConfig
 from serried.models.families import find_family
 from serried.models.family import Family
+from serried.models.hf_rope import longest_context, ropes_from_hf, rotary_dim
+from serried.models.reader import Reader
 
+# Ours, in what hf_writer.py writes: the values of norms are whole weights, whatever is added for others of the family.
+WHOLE_NORMS = "whole_norms"
 # Keys that change the computation and are not built for any family, with the values that leave it unchanged.
 REFUSED: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("quantization_config", (None,)),
-    ("partial_rotary_factor", (None, 1, 1.0)),
-    ("attn_logit_softcapping", (None,)),
-    ("final_logit_softcapping", (None,)),
     ("num_experts", (None, 0)),
     ("num_local_experts", (None, 0)),
 )
-
-
-class Reader:
-    """Typed access to the keys of a config; errors name the file and the key."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self.raw = raw
-        self.where = where
-
-    def fail(self, key: str, problem: str) -> InputError:
-        return InputError(f"{self.where}: {key}: {problem}")
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.raw.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise self.fail(key, "is missing; the model cannot be built without it")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self.fail(key, f"is {value!r}; expected a positive number")
-        return value
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.number(key, default)
-        if value != int(value) or value >= 1 << 31:
-            raise self.fail(key, f"is {value!r}; expected a whole number below 2^31")
-        return int(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.raw.get(key)
-        if value not in (None, True, False):
-            raise self.fail(key, f"is {value!r}; expected true or false")
-        return bool(value)
-
-    def ids(self, key: str) -> tuple[int, ...]:
-        value = self.raw.get(key)
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-            raise self.fail(key, f"is {value!r}; expected a token id or a list of them")
-        return tuple(ids)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; InputError where it is not one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: holds a JSON {type(value).__name__}; expected an object")
-    return value
+ATTENTION_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
+OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
 
 
 def config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """Read a config.json's content; `where` names it in errors."""
-    read = Reader(raw, where)
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
-        raise read.fail("architectures", f"is {architectures!r}; expected a list of one name")
+        raise Reader(raw, where).fail("architectures", f"is {architectures!r}; expected a list of one name")
     family = find_family(str(architectures[0]), where)
+    read = _decoder_part(raw, family, where)
     _refuse_unknown(read, family)
     heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
-    bias = read.flag("attention_bias")
+    head_dim, layers = read.integer("head_dim", hidden // heads), read.integer("num_hidden_layers")
+    turned = rotary_dim(read, family, head_dim)
+    rope, local_rope = ropes_from_hf(read, family, turned)
+    bias = read.flag("attention_bias") and not family.qkv_bias
     config = ModelConfig(
         family=family,
         vocab_size=read.integer("vocab_size"),
         hidden_size=hidden,
         intermediate_size=read.integer("intermediate_size"),
-        num_layers=read.integer("num_hidden_layers"),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=read.integer("num_key_value_heads", heads),
-        head_dim=read.integer("head_dim", hidden // heads),
+        head_dim=head_dim,
+        rotary_dim=turned,
         norm_eps=read.number("rms_norm_eps", 1e-6),
-        rope=_rope(read),
-        max_position=read.integer("max_position_embeddings"),
-        activation=_activation(read),
-        attention_bias=bias,
+        norm_offset=0.0 if read.flag(WHOLE_NORMS) else family.norm_offset,
+        rope=rope,
+        local_rope=local_rope,
+        windows=_windows(read, family, layers),
+        max_position=longest_context(rope, family, read.integer("max_position_embeddings")),
+        attention_scale=read.number("query_pre_attn_scalar", head_dim) ** -0.5,
+        attention_cap=_cap(read, ATTENTION_CAP) if family.attention_cap else 0.0,
+        logit_cap=_cap(read, LOGIT_CAP) if family.logit_cap else 0.0,
+        activation=_activation(read, family),
+        attention_bias=bias or family.qkv_bias,
         attention_output_bias=bias,
         mlp_bias=read.flag("mlp_bias"),
-        tied=read.flag("tie_word_embeddings"),
+        tied=read.flag("tie_word_embeddings", default=family.tied),
         bos_id=next(iter(read.ids("bos_token_id")), None),
         eos_ids=read.ids("eos_token_id"),
     )
@@ -115,46 +74,88 @@ def check_shape(config: ModelConfig, where: str) -> None:
         raise InputError(
             f"{where}: {config.num_heads} query heads are not a multiple of {config.num_kv_heads} KV heads"
         )
-    if config.head_dim % 2:
+    if config.rotary_dim % 2:
         raise InputError(f"{where}: head_dim is {config.head_dim}; RoPE needs an even one")
+    if config.rope.kind == "factors" and len(config.rope.factors) != config.head_dim // 2:
+        raise InputError(
+            f"{where}: {len(config.rope.factors)} RoPE factors for {config.head_dim // 2} pairs of a head's columns"
+        )
+
+
+def pattern_windows(window: int, period: int, layers: int) -> tuple[int, ...]:
+    """Each layer's window: every so-manieth layer (1: every one) sees everything (0), the others a window."""
+    return tuple(window if (i + 1) % period else 0 for i in range(layers))
+
+
+def _decoder_part(raw: Mapping[str, Any], family: Family, where: str) -> Reader:
+    """The keys of the decoder, with the family's defaults."""
+    if family.nested is None:
+        return Reader({**family.defaults, **raw}, where)
+    inner = raw.get(family.nested)
+    if not isinstance(inner, dict):
+        raise Reader(raw, where).fail(family.nested, f"is {inner!r}; expected the text model's config, an object")
+    whole = {key: raw[key] for key in OF_THE_WHOLE if key in raw}
+    return Reader({**family.defaults, **inner, **whole}, f"{where}: {family.nested}")
 
 
 def _refuse_unknown(read: Reader, family: Family) -> None:
-    for key, harmless in (*REFUSED, *family.refused):
+    caps = [(ATTENTION_CAP, family.attention_cap), (LOGIT_CAP, family.logit_cap)]
+    unbuilt = [(key, (None,)) for key, built in caps if not built and key not in family.unused]
+    for key, harmless in (*REFUSED, *unbuilt, *family.refused):
         if key in read.raw and read.raw[key] not in harmless:
             raise read.fail(key, f"is {read.raw[key]!r}, which is not supported for {family.name}")
-    for kind in read.raw.get("layer_types") or ():
-        if kind != "full_attention":
-            raise read.fail("layer_types", f"holds {kind!r}; only 'full_attention' is supported")
 
 
-def _activation(read: Reader) -> str:
-    name = read.raw.get("hidden_act") or "silu"
-    if name not in ACTIVATIONS:
-        raise read.fail("hidden_act", f"is {name!r}; supported are {', '.join(ACTIVATIONS)}")
-    return str(name)
+def _windows(read: Reader, family: Family, layers: int) -> tuple[int, ...]:
+    """Each layer's window; 0 where it sees everything."""
+    kinds = None if family.windows == "all" else read.raw.get("layer_types")
+    if family.windows == "none":
+        if any(kind != "full_attention" for kind in kinds or ()):
+            raise read.fail("layer_types", f"is {kinds!r}; only 'full_attention' is supported for {family.name}")
+        return (0,) * layers
+    off = family.windows == "upper" and not read.flag("use_sliding_window")
+    if off or read.raw.get("sliding_window") is None:
+        if kinds and "sliding_attention" in kinds:
+            raise read.fail("layer_types", "holds 'sliding_attention', but the config sets no sliding_window")
+        return (0,) * layers
+    window = read.integer("sliding_window")
+    if kinds is not None:
+        return _listed_windows(read, kinds, window, layers)
+    if family.windows == "upper":
+        first = _whole_number(read, "max_window_layers")
+        return tuple(window if i >= first else 0 for i in range(layers))
+    if family.windows == "pattern":
+        return pattern_windows(window, _period(read, family), layers)
+    return (window,) * layers
 
 
-def _rope(read: Reader) -> RopeConfig:
-    """RoPE from `rope_scaling` (key `type` or `rope_type`) or from the newer `rope_parameters`."""
-    key = "rope_parameters" if read.raw.get("rope_parameters") else "rope_scaling"
-    scaling = read.raw.get(key) or {}
-    if not isinstance(scaling, dict):
-        raise read.fail(key, f"is {scaling!r}; expected an object")
-    inner = Reader(scaling, f"{read.where}: {key}")
-    theta = inner.number("rope_theta", read.number("rope_theta", 10000.0))
-    if inner.raw.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise inner.fail("partial_rotary_factor", "only 1 is supported")
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind == "llama3":
-        return RopeConfig(
-            theta,
-            kind="llama3",
-            factor=inner.number("factor"),
-            low_freq_factor=inner.number("low_freq_factor"),
-            high_freq_factor=inner.number("high_freq_factor"),
-            original_max_position=inner.integer("original_max_position_embeddings"),
+def _listed_windows(read: Reader, kinds: object, window: int, layers: int) -> tuple[int, ...]:
+    known = {"full_attention": 0, "sliding_attention": window}
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise read.fail(
+            "layer_types", f"is {kinds!r}; expected 'full_attention' or 'sliding_attention' for each of {layers} layers"
         )
-    raise inner.fail("rope_type", f"is {kind!r}; supported are default, llama3")
+    return tuple(known[kind] for kind in kinds)
+
+
+def _period(read: Reader, family: Family) -> int:
+    key = "sliding_window_pattern"
+    return read.integer(key if key in read.raw else f"_{key}", family.pattern)
+
+
+def _whole_number(read: Reader, key: str) -> int:
+    """A count that may be 0."""
+    return 0 if read.raw.get(key) == 0 else read.integer(key)
+
+
+def _cap(read: Reader, key: str) -> float:
+    """A soft cap; 0 where there is none."""
+    return 0.0 if read.raw.get(key) is None else read.number(key)
+
+
+def _activation(read: Reader, family: Family) -> str:
+    key = family.activation_key
+    name = read.raw.get(key) or family.activation
+    if name not in ACTIVATIONS:
+        raise read.fail(key, f"is {name!r}; supported are {', '.join(ACTIVATIONS)}")
+    return str(name)

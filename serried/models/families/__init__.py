@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from serried.errors import InputError
+from serried.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_IMAGES
 from serried.models.families.llama import LLAMA
+from serried.models.families.mistral import MISTRAL
+from serried.models.families.phi3 import PHI3
+from serried.models.families.qwen2 import QWEN2
 from serried.models.families.qwen3 import QWEN3
 from serried.models.family import Family
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3)
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA3_IMAGES, PHI3)
 
 
 def find_family(architecture: str, where: str) -> Family:

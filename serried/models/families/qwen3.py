@@ -7,5 +7,6 @@ QWEN3 = Family(
     architectures=("Qwen3ForCausalLM",),
     gguf_architectures=("qwen3",),
     qk_norm=True,
-    refused=(("use_sliding_window", (False, None)),),
+    windows="upper",
+    defaults={"max_window_layers": 28, "sliding_window": 4096, "num_key_value_heads": 32, "head_dim": 128},
 )
