@@ -9,7 +9,8 @@ from typing import Any
 from serried.config import forced_isa
 from serried.errors import InputError
 
-ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")  # the plainest first
+# The plainest first. A CPU may lack one and have a later one (AVX-512 without AVX-VNNI).
+ISAS = ("baseline", "avx2", "avx2_vnni", "avx512", "avx512_bf16", "amx")
 
 core: Any = None
 _why_not: ImportError | None = None
@@ -31,18 +32,18 @@ def choose_isa(wanted: str | None = None) -> str:
             f"the native backend is not built ({_why_not}); install a C++ compiler and reinstall, or take "
             "--backend torch"
         )
-    built = [isa for isa in core.cpu_isas() if _library(isa).is_file()]
+    isas = runnable_isas()
     wanted = wanted or forced_isa()
     if wanted is None:
-        return str(built[-1])
-    if wanted not in built:
-        raise InputError(f"SERRIED_ISA {wanted}: this CPU and build can run {', '.join(built)}")
+        return isas[-1]
+    if wanted not in isas:
+        raise InputError(f"SERRIED_ISA {wanted}: this CPU and build can run {', '.join(isas)}")
     return wanted
 
 
-def isa_level(isa: str) -> int:
-    """How far an instruction set is from the plainest: what ranks compare to agree on one that all of them have."""
-    return ISAS.index(isa)
+def runnable_isas() -> list[str]:
+    """The instruction sets that this CPU can run and the build has, the plainest first."""
+    return [isa for isa in core.cpu_isas() if _library(isa).is_file()]
 
 
 def open_kernels(wanted: str | None = None) -> Any:

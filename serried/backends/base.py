@@ -19,6 +19,8 @@ from serried.backends.step import Int32, StepInput
 from serried.kv.cache import CacheShape
 from serried.parallel.comm import Communicator
 from serried.parallel.reduction import ReductionPlan, Span
+from serried.quant.method import Method
+from serried.quant.rows import QuantizedRows
 from serried.weights.checkpoint import Array
 from serried.weights.spec import Kind, Parameter
 
@@ -34,7 +36,9 @@ class AttentionSpec:
     """One layer's attention on one rank.
 
     layer: its index among this rank's layers, and so in the cache. kv_map: for each local query head, the local KV
-    head that it reads. scale: what q . k is multiplied with.
+    head that it reads. rotary_dim: the first so many columns of a head are rotated. scale: what q . k is multiplied
+    with. window: the positions that a token sees, its own included (0: all before it). softcap: scaled scores x become
+    softcap * tanh(x / softcap) (0: they stay).
     """
 
     layer: int
@@ -42,13 +46,16 @@ class AttentionSpec:
     kv_heads: int
     kv_map: tuple[int, ...]
     head_dim: int
+    rotary_dim: int
     scale: float
     norm_eps: float
+    window: int = 0
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True)
 class RopeTable:
-    """cos and sin of every position up to the longest sequence: float32 [positions, head_dim / 2], as handles."""
+    """cos and sin of every position up to the longest sequence: float32 [positions, rotary_dim / 2], as handles."""
 
     cos: Handle
     sin: Handle
@@ -72,7 +79,11 @@ class Destination(Protocol):
     """Memory for one parameter, filled by the loader piece by piece."""
 
     def write(self, row: int, values: Array) -> None:
-        """Store [rows] or [rows, columns] from `row` on; values are rounded to the backend's dtype."""
+        """Store [rows] or [rows, columns] from `row` on, rounded to the backend's dtype or quantized."""
+        ...
+
+    def write_blocks(self, row: int, rows: QuantizedRows) -> None:
+        """Store rows that are in the parameter's method already."""
         ...
 
     def finish(self) -> Handle:
@@ -105,8 +116,8 @@ class Backend(Protocol):
     dtype: str
     isa: str  # the instruction set of its kernels: results are exact within one
 
-    def destination(self, shape: tuple[int, ...], kind: Kind) -> Destination:
-        """Room for a parameter of this rank: `linear` and `embedding` in the backend's dtype, `vector` in float32."""
+    def destination(self, shape: tuple[int, ...], kind: Kind, method: Method | None = None) -> Destination:
+        """Room for a parameter of this rank: a `vector` in float32, others in the method, or the backend's dtype."""
         ...
 
     def constant(self, values: npt.NDArray[np.float32]) -> Handle:
@@ -121,8 +132,8 @@ class Backend(Protocol):
         """Make a program of a forward."""
         ...
 
-    def embed(self, weight: Parameter, rows: Span, comm: Communicator) -> Handle:
-        """Embeddings of the step's tokens, each from the rank that owns its row: float32 [T, hidden]."""
+    def embed(self, weight: Parameter, rows: Span, comm: Communicator, scale: float = 1.0) -> Handle:
+        """Embeddings of the step's tokens times `scale`, each from the rank that owns its row: float32 [T, hidden]."""
         ...
 
     def norm(self, x: Handle, weight: Parameter, eps: float) -> Handle:
@@ -134,9 +145,12 @@ class Backend(Protocol):
         ...
 
     def reduce_add_norm(
-        self, partial: Partial, residual: Handle, weight: Parameter, eps: float
+        self, partial: Partial, residual: Handle, weight: Parameter, eps: float, inner: Parameter | None = None
     ) -> tuple[Handle, Handle]:
-        """reduce, add to the residual, RMSNorm: (normalized [T, hidden] in the backend's dtype, new residual)."""
+        """reduce, add to the residual, RMSNorm: (normalized [T, hidden] in the backend's dtype, new residual).
+
+        inner: the weight of another RMSNorm, of what has been reduced, before it is added.
+        """
         ...
 
     def linear(self, x: Handle, weight: Parameter, bias: Parameter | None) -> Handle:
@@ -166,7 +180,7 @@ class Backend(Protocol):
         """Causal attention over the paged cache: [T, q | k | v heads] -> [T, query heads * head_dim].
 
         q and k are normalized head by head (where there are norms), rotated and rounded; k and v are written to the
-        step's cache slots; then everything is read from the cache.
+        step's cache slots; then everything (in the window, where there is one) is read from the cache.
         """
         ...
 
@@ -182,6 +196,9 @@ class Backend(Protocol):
         """The rows that want logits: [T, ...] -> [Q, ...]."""
         ...
 
-    def logits(self, x: Handle, weight: Parameter) -> Handle:
-        """x @ weight.T: [Q, hidden] -> float32 [Q, own vocabulary]."""
+    def logits(self, x: Handle, weight: Parameter, softcap: float = 0.0) -> Handle:
+        """y = x @ weight.T: [Q, hidden] -> float32 [Q, own vocabulary].
+
+        softcap: y becomes softcap * tanh(y / softcap) (0: it stays).
+        """
         ...

@@ -25,6 +25,8 @@ from serried.errors import RankFailed
 from serried.kv.cache import CacheShape
 from serried.parallel.comm import Communicator
 from serried.parallel.reduction import ReductionPlan, Span
+from serried.quant.method import Method
+from serried.quant.rows import QuantizedRows
 from serried.weights.checkpoint import Array
 from serried.weights.spec import Kind, Parameter
 
@@ -34,11 +36,14 @@ PAD = 32  # a leaf's columns begin at a multiple of this
 
 
 class _TiledDestination:
-    """A weight in the kernels' tiles, repacked chunk by chunk as it is read."""
+    """A weight in the kernels' tiles, repacked chunk by chunk as it is read, and quantized where its format says so.
 
-    def __init__(self, store: Any, shape: tuple[int, ...], dtype: str) -> None:
+    format: a dtype or the name of a method.
+    """
+
+    def __init__(self, store: Any, shape: tuple[int, ...], format: str) -> None:
         self._store = store
-        self._weight = store.linear(*shape, dtype)
+        self._weight = store.linear(*shape, format)
 
     def write(self, row: int, values: Array) -> None:
         if values.dtype == np.float16:
@@ -46,6 +51,10 @@ class _TiledDestination:
         values = np.ascontiguousarray(values)
         rows, columns = values.shape
         self._store.write(self._weight, row, rows, values.ctypes.data, values.dtype.name, columns)
+
+    def write_blocks(self, row: int, rows: QuantizedRows) -> None:
+        blocks = np.ascontiguousarray(rows.blocks)
+        self._store.write_blocks(self._weight, row, blocks.shape[0], blocks.ctypes.data, blocks.shape[1])
 
     def finish(self) -> Any:
         return self._weight
@@ -61,12 +70,18 @@ class _VectorDestination:
     def write(self, row: int, values: Array) -> None:
         self._store.write_vector(self._weight, row, np.ascontiguousarray(values, np.float32))
 
+    def write_blocks(self, row: int, rows: QuantizedRows) -> None:
+        self.write(row, rows.values().reshape(-1))
+
     def finish(self) -> Any:
         return self._weight
 
 
 class NativeBackend:
     """Operators in C++. Handles are numbers of buffers; weights are the kernels' own.
+
+    What a norm, an activation or a range of columns writes takes the dtype that its first consumer wants: int8 for
+    a quantized weight.
 
     comm: the group that the ranks meet in (ShmComm, or LocalComm). max_tokens: the budget of a step. cpus: cores that
     the rank's threads are bound to (empty: none is).
@@ -96,10 +111,12 @@ class NativeBackend:
 
     # Around the operators
 
-    def destination(self, shape: tuple[int, ...], kind: Kind) -> _TiledDestination | _VectorDestination:
+    def destination(
+        self, shape: tuple[int, ...], kind: Kind, method: Method | None = None
+    ) -> _TiledDestination | _VectorDestination:
         if kind == "vector":
             return _VectorDestination(self._store, shape[0])
-        return _TiledDestination(self._store, shape, self.dtype)
+        return _TiledDestination(self._store, shape, method.name if method else self.dtype)
 
     def constant(self, values: npt.NDArray[np.float32]) -> Any:
         weight = self._store.vector(values.size)
@@ -114,20 +131,20 @@ class NativeBackend:
     def compile(self, forward: Callable[[Backend], Any]) -> NativeProgram:
         native = getattr(self.comm, "native", None)
         budget = self._max_tokens
-        self._program = core.Program(self.kernels, self.pool, native, budget, budget, self._two_shot_from())
+        self._program = core.Program(self.kernels, self.pool, native, budget, budget, self._two_shot_from(), self.dtype)
         forward(self)
         self._program.finish()
         return NativeProgram(self._program, self.comm, self._own_vocab, dict(self._reductions))
 
     # The operators
 
-    def embed(self, weight: Parameter, rows: Span, comm: Communicator) -> int:
+    def embed(self, weight: Parameter, rows: Span, comm: Communicator, scale: float = 1.0) -> int:
         edges = self._edges(rows, comm)
         self._reductions["all_reduce"] += 1
-        return int(self._program.embed(weight.value, edges))
+        return int(self._program.embed(weight.value, edges, scale))
 
     def norm(self, x: int, weight: Parameter, eps: float) -> int:
-        return int(self._program.norm(x, weight.value, eps, self.dtype))
+        return int(self._program.norm(x, weight.value, eps))
 
     def reduce(self, partial: Partial) -> int:
         self._reductions["reduce_nodes"] += 1
@@ -135,11 +152,16 @@ class NativeBackend:
         bias = partial.bias.value if partial.bias else None
         return int(self._program.reduce(partial.nodes, self._plan(partial.plan), bias, columns))
 
-    def reduce_add_norm(self, partial: Partial, residual: int, weight: Parameter, eps: float) -> tuple[int, int]:
+    def reduce_add_norm(
+        self, partial: Partial, residual: int, weight: Parameter, eps: float, inner: Parameter | None = None
+    ) -> tuple[int, int]:
+        if inner is not None:
+            y = self.reduce(partial)
+            return int(self._program.norm_add_norm(y, inner.value, residual, weight.value, eps)), residual
         self._reductions["reduce_nodes"] += 1
         bias = partial.bias.value if partial.bias else None
         plan = self._plan(partial.plan)
-        h = self._program.reduce_add_norm(partial.nodes, plan, bias, residual, weight.value, eps, self.dtype)
+        h = self._program.reduce_add_norm(partial.nodes, plan, bias, residual, weight.value, eps)
         return int(h), residual
 
     def linear(self, x: int, weight: Parameter, bias: Parameter | None) -> int:
@@ -152,7 +174,7 @@ class NativeBackend:
         return int(self._program.activation(x, name))
 
     def gated_activation(self, gate_up: int, name: str) -> int:
-        return int(self._program.gated(gate_up, name, self.dtype))
+        return int(self._program.gated(gate_up, name))
 
     def attention(
         self, qkv: int, spec: AttentionSpec, rope: RopeTable, q_norm: Parameter | None, k_norm: Parameter | None
@@ -162,8 +184,10 @@ class NativeBackend:
             spec.query_heads,
             spec.kv_heads,
             spec.head_dim,
+            spec.rotary_dim,
             spec.scale,
-            0,
+            spec.softcap,
+            spec.window,
             self.dtype,
             q_norm.value if q_norm else None,
             k_norm.value if k_norm else None,
@@ -177,7 +201,7 @@ class NativeBackend:
         return int(self._program.attention(qkv, attention, list(spec.kv_map)))
 
     def columns(self, x: int, span: Span) -> int:
-        return int(self._program.columns(x, span.start, span.stop, self.dtype))
+        return int(self._program.columns(x, span.start, span.stop))
 
     def all_gather_columns(self, x: int, comm: Communicator, parts: Sequence[int]) -> int:
         return int(self._program.gather_columns(x, list(parts)))
@@ -185,8 +209,8 @@ class NativeBackend:
     def select_rows(self, x: int) -> int:
         return int(self._program.select_rows(x))
 
-    def logits(self, x: int, weight: Parameter) -> None:
-        self._program.logits(x, weight.value)
+    def logits(self, x: int, weight: Parameter, softcap: float = 0.0) -> None:
+        self._program.logits(x, weight.value, softcap)
         self._own_vocab = weight.shape[0]
 
     def _two_shot_from(self) -> int:

@@ -49,14 +49,26 @@ def pick_rows(
     return places, scores
 
 
-def gumbel_noise(seed: int, position: int, ids: npt.NDArray[np.int64], sample: int = 0) -> npt.NDArray[np.float64]:
-    """Gumbel noise of a request's token choice: a function of (seed, sample, position, token id) alone.
+def sample_seed(seed: int, sample: int) -> int:
+    """The seed of one of the `n` answers to a prompt: that of the first is the request's own.
+
+    So all noise is a function of (seed, sample, position, token id). The last word of the counter, which is 0 for
+    every token, keeps these bits apart from theirs.
+    """
+    if sample == 0:
+        return seed
+    low, high, *_ = philox4x32(seed, (np.zeros(1, np.uint64), 0, sample, 1))[0].tolist()
+    return int(high) << 32 | int(low)
+
+
+def gumbel_noise(seed: int, position: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Gumbel noise of a request's token choice: a function of (seed, position, token id) alone.
 
     So a token's noise is the same whichever rank holds its row and whatever else is in the batch. Four token ids
     share a counter: id i takes word i % 4 of counter i // 4.
     """
     groups, inverse = np.unique(ids // 4, return_inverse=True)
-    words = philox4x32(seed, (groups.astype(np.uint64), position, sample, 0))
+    words = philox4x32(seed, (groups.astype(np.uint64), position, 0, 0))
     bits = words[inverse, ids % 4].astype(np.float64)
     uniform = (bits + 0.5) * 2.0**-32  # in (0, 1), never an end
     return -np.log(-np.log(uniform))

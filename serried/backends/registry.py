@@ -50,7 +50,13 @@ def create_backend(config: EngineConfig, comm: Communicator) -> Backend:
 
 
 def agreed_isa(comm: Communicator) -> str:
-    """The best instruction set that every rank has: results are exact within one set."""
-    mine = _native.isa_level(_native.choose_isa())
-    levels: Any = comm.all_gather(np.array([mine], np.int32), [1] * comm.size)
-    return _native.ISAS[int(min(levels))]
+    """The best instruction set that every rank has: results are exact within one set.
+
+    A rank brings the sets that it can run, up to the one that it would choose, as bits.
+    """
+    isas = _native.runnable_isas()
+    up_to_chosen = isas[: isas.index(_native.choose_isa()) + 1]
+    mine = sum(1 << _native.ISAS.index(isa) for isa in up_to_chosen)
+    sets: Any = comm.all_gather(np.array([mine], np.int32), [1] * comm.size)
+    common = int(np.bitwise_and.reduce(sets))
+    return _native.ISAS[common.bit_length() - 1]

@@ -19,8 +19,9 @@ class StepInput:
     row_starts: [R + 1] where each sequence's tokens begin in T. kv_lens: [R] how many positions of each sequence the
     cache holds once this step's are written.
     block_starts: [R + 1] where each sequence's blocks begin in `blocks`, its block table: [B] cache blocks in order.
-    logit_rows: [Q] the rows of T whose logits are wanted, ascending. sampling: how their tokens are chosen (packed
-    Wants, see engine/sampler.py), or nothing where the logits themselves are wanted.
+    logit_rows: [Q] the rows of T whose logits are wanted, ascending. sampling: what is wanted of them (packed Wants,
+    see engine/wants.py, with sparse edits of logits and bitmasks of allowed tokens), or nothing where the logits
+    themselves are wanted.
     """
 
     tokens: Int32

@@ -28,6 +28,8 @@ from serried.errors import InputError
 from serried.kv.cache import CacheShape
 from serried.parallel.comm import Communicator
 from serried.parallel.reduction import ReductionPlan, Span
+from serried.quant.method import Method
+from serried.quant.rows import QuantizedRows, quantize_rows
 from serried.weights.checkpoint import Array
 from serried.weights.spec import Kind, Parameter
 
@@ -58,14 +60,26 @@ def to_tensor(array: Array) -> torch.Tensor:
 
 
 class _Destination:
-    """A NumPy array that becomes the tensor: rounding to bfloat16 happens on assignment."""
+    """A NumPy array that becomes the tensor: rounding to bfloat16 happens on assignment.
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[np.generic], device: torch.device) -> None:
+    Of a quantized parameter it holds the numbers that the blocks stand for.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: np.dtype[np.generic], device: torch.device, method: Method | None
+    ) -> None:
         self._array = np.empty(shape, dtype)
         self._device = device
+        self._method = method
 
     def write(self, row: int, values: Array) -> None:
-        self._array[row : row + values.shape[0]] = values
+        if self._method is None:
+            self._array[row : row + values.shape[0]] = values
+        else:
+            self.write_blocks(row, quantize_rows(self._method, values))
+
+    def write_blocks(self, row: int, rows: QuantizedRows) -> None:
+        self._array[row : row + rows.shape[0]] = rows.values()
 
     def finish(self) -> torch.Tensor:
         return to_tensor(self._array).to(self._device)
@@ -132,9 +146,9 @@ class TorchBackend:
 
     # Around the operators
 
-    def destination(self, shape: tuple[int, ...], kind: Kind) -> _Destination:
+    def destination(self, shape: tuple[int, ...], kind: Kind, method: Method | None = None) -> _Destination:
         wide = kind == "vector" or self.dtype == "float32"
-        return _Destination(shape, np.dtype(np.float32 if wide else ml_dtypes.bfloat16), self._device)
+        return _Destination(shape, np.dtype(np.float32 if wide else ml_dtypes.bfloat16), self._device, method)
 
     def constant(self, values: npt.NDArray[np.float32]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
@@ -155,10 +169,10 @@ class TorchBackend:
 
     # The operators
 
-    def embed(self, weight: Parameter, rows: Span, comm: Communicator) -> torch.Tensor:
+    def embed(self, weight: Parameter, rows: Span, comm: Communicator, scale: float = 1.0) -> torch.Tensor:
         tokens = self._step.tokens  # [T]
         owned = (tokens >= rows.start) & (tokens < rows.stop)
-        found = weight.value[(tokens[owned] - rows.start)].float()
+        found = weight.value[(tokens[owned] - rows.start)].float() * scale
         # Bits are summed as integers: exactly one rank brings a row, so the sum is that row, -0 and all.
         bits = torch.zeros((tokens.numel(), weight.shape[1]), dtype=torch.int32, device=self._device)
         bits[owned] = found.view(torch.int32)
@@ -173,9 +187,10 @@ class TorchBackend:
         return y if partial.bias is None else y + partial.bias.value
 
     def reduce_add_norm(
-        self, partial: Partial, residual: torch.Tensor, weight: Parameter, eps: float
+        self, partial: Partial, residual: torch.Tensor, weight: Parameter, eps: float, inner: Parameter | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = residual + self.reduce(partial)
+        y = self.reduce(partial)
+        residual = residual + (y if inner is None else rms_norm(y, inner.value, eps))
         return self.norm(residual, weight, eps), residual
 
     def linear(self, x: torch.Tensor, weight: Parameter, bias: Parameter | None) -> torch.Tensor:
@@ -219,7 +234,7 @@ class TorchBackend:
         cache[1].index_copy_(0, self._step.slots, v.to(self._dtype))
         kv_map = list(spec.kv_map)
         out = [
-            attend(q[rows], cache[0][slots][:, kv_map], cache[1][slots][:, kv_map], positions[rows], spec.scale)
+            attend(q[rows], cache[0][slots][:, kv_map], cache[1][slots][:, kv_map], positions[rows], spec)
             for rows, slots in self._step.sequences
         ]
         return torch.cat(out).flatten(1)  # [T, query_heads * head_dim]
@@ -234,8 +249,9 @@ class TorchBackend:
     def select_rows(self, x: torch.Tensor) -> torch.Tensor:
         return x[self._step.logit_rows]
 
-    def logits(self, x: torch.Tensor, weight: Parameter) -> torch.Tensor:
-        return self.linear(x, weight, None).float()
+    def logits(self, x: torch.Tensor, weight: Parameter, softcap: float = 0.0) -> torch.Tensor:
+        y = self.linear(x, weight, None).float()
+        return softcap * torch.tanh(y / softcap) if softcap else y
 
 
 @dataclass(frozen=True)
@@ -261,15 +277,32 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE of [T, heads, head_dim]: the first half of a head is turned against its second half."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    """RoPE of [T, heads, head_dim]: of the columns that cos has angles for, the first half against the second."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec
+) -> torch.Tensor:
     """Causal attention of one sequence: q [t, heads, head_dim]; k, v [n, heads, head_dim]; positions of q [t]."""
-    seen = torch.arange(k.shape[0], device=q.device) <= positions[:, None]  # [t, n]
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), attn_mask=seen, scale=scale
-    )
+    at, last = torch.arange(k.shape[0], device=q.device), positions[:, None]
+    seen = at <= last  # [t, n]
+    if spec.window:
+        seen = seen & (at > last - spec.window)
+    q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    if spec.softcap:
+        out = capped_attention(q, k, v, seen, spec)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=spec.scale)
     return out.transpose(0, 1)
+
+
+def capped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, spec: AttentionSpec
+) -> torch.Tensor:
+    """Attention with a soft cap, which PyTorch's own does not have; all [heads, ...], scores in float32 at least."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = spec.softcap * torch.tanh(q.to(wide) @ k.to(wide).mT * spec.scale / spec.softcap)
+    return (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v.to(wide)).to(q.dtype)
