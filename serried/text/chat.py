@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Final
 
 from serried.errors import InputError
@@ -82,6 +83,17 @@ def _inputs(
         return template, json.loads(json.dumps(variables))
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"what a chat template is given must be JSON values: {error}") from None
+
+
+def read_template(path: str | Path | None) -> str | None:
+    """A chat template from a file, None for none; unreadable -> InputError naming it."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise InputError(f"--chat-template {path}: cannot be read: {reason}") from None
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:

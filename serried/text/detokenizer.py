@@ -147,11 +147,18 @@ class Detokenizer:
         self._held = ""
         self.stopped: str | None = None
 
-    def add(self, ids: Sequence[int]) -> str:
-        """Take the next ids; return the new text that is certain and no part of a stop string."""
+    def add(self, ids: Sequence[int], search: bool = True) -> str:
+        """Take the next ids; return the new text that is certain and no part of a stop string.
+
+        Without `search` no stop string that ends in it counts; one that begins in it may. (Where a decoder may change
+        what came before, those count as soon as `search` is on.)
+        """
         if self.stopped is not None:
             return ""
-        return self._release(self._stream.feed(ids))
+        new = self._stream.feed(ids)
+        if not search and isinstance(self._stream, _WholeText):
+            return ""
+        return self._release(new, search)
 
     def finish(self) -> str:
         """Return the rest of the text; call once, after the last id."""
@@ -161,11 +168,13 @@ class Detokenizer:
         rest, self._held = self._held, ""
         return text if self.stopped is not None else text + rest
 
-    def _release(self, new: str) -> str:
+    def _release(self, new: str, search: bool = True) -> str:
         if not self._stop:
             return new
-        text = self._held + new
-        found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        old, text = len(self._held), self._held + new
+        # Only what ends in the new text: what was held back has been searched, or was not to be.
+        starts = [(text.find(stop, max(0, old + 1 - len(stop))), stop) for stop in self._stop if search]
+        found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
         if found:
             _, start, self.stopped = min(found)
             self._held = ""

@@ -1,79 +1,57 @@
-"""Byte-level BPE vocabularies out of GGUF metadata, for the `tokenizers` library."""
+"""The vocabulary of a GGUF file: its tokens, their types, BOS and EOS, as llama.cpp's keys give them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from serried.errors import InputError
+from serried.text.byte_level import PRE_TOKENIZERS, STARTS_WITH_BOS, byte_level_backend
+from serried.text.sentencepiece import SPACE, Pieces, Rules, bpe_backend
+from serried.text.vocabulary import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
 
 if TYPE_CHECKING:
     import tokenizers
 
-# How each vocabulary cuts text before its merges apply. The names are llama.cpp's values of
-# tokenizer.ggml.pre; every regex cuts what the one before it left.
-_LLAMA3: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2: Final = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_QWEN35: Final = _QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
-_UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN: Final = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_PRE_TOKENIZERS: Final[dict[str, tuple[str, ...]]] = {
-    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), (_GPT2,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (r"\p{N}", _GPT2)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), (_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
-    "qwen35": (_QWEN35,),
-    "tekken": (_TEKKEN,),
-}
-# These look a whole piece of text up before they merge, and start a sequence with BOS unless told otherwise.
-_WHOLE_PIECES: Final = frozenset(k for k, v in _PRE_TOKENIZERS.items() if v in ((_LLAMA3,), (_TEKKEN,)))
-# The original tokenizers of these compose characters first; GGUF does not say so.
-_COMPOSED: Final = frozenset({"qwen2", "qwen35"})
+_KINDS: Final = ("gpt2", "llama")  # tokenizer.ggml.model: byte-level BPE, SentencePiece BPE
 # GGUF names one end token, chat models have several; llama.cpp finds the others by these names.
-_END_NAMES = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>"}
-_END_NAMES |= {"<end_of_turn>", "<EOT>", "<_EOT>"}
-_CONTROL, _USER_DEFINED = _ADDED = 3, 4
+_END_NAMES: Final = {
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>",
+    "<EOT>", "_<EOT>", "</s>", "<eos>", "<turn|>", "<|return|>", "<|call|>", "<｜end▁of▁sentence｜>",
+}  # fmt: skip
+_NAMED: Final = ("bos", "eos", "eot", "eom", "unknown", "padding")
+_SENTENCEPIECE_IDS: Final = {"bos": 1, "eos": 2, "unknown": 0}  # where a file names none
+# Phi-3's own tokenizer drops whitespace after control tokens other than these.
+_PHI3_KEEPS: Final = {"<unk>", "<s>", "<|endoftext|>"}
 
 
-class Rebuilt(NamedTuple):
-    """What Tokenizer is made of, by the names of its parameters."""
-
-    backend: tokenizers.Tokenizer
-    frame: tuple[list[int], list[int]]
-    bos_id: int | None
-    eos_ids: frozenset[int]
-    special_tokens: dict[str, str]
-    chat_template: str | None
-
-
-def rebuild(metadata: Mapping[str, Any]) -> Rebuilt:
-    """The vocabulary of a GGUF file; anything but byte-level BPE -> InputError naming the key."""
-    tokens, types, merges, pre = _gguf_tokens(metadata)
-    ids: dict[str, int] = {}
-    for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
-        key = f"tokenizer.ggml.{name}_token_id"
-        if key in metadata:
-            ids[name] = int(metadata[key])
-            if not 0 <= ids[name] < len(tokens):
-                raise InputError(f"{key} is {ids[name]}, but there are {len(tokens)} tokens")
-            if name in ("bos", "eos", "eot", "eom"):  # control tokens, whatever their type says
-                types[ids[name]] = _CONTROL
-    named_ends = {i for i, kind in enumerate(types) if kind == _CONTROL and tokens[i] in _END_NAMES}
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", pre in _WHOLE_PIECES)
+def gguf_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
+    """Byte-level BPE or SentencePiece BPE out of GGUF metadata; another kind, or damage -> InputError with the key."""
+    model = metadata.get("tokenizer.ggml.model")
+    if model not in _KINDS:
+        raise InputError(
+            f"tokenizer.ggml.model is {model!r}: from GGUF only 'gpt2' (byte-level BPE) and 'llama' (SentencePiece "
+            "BPE) are read"
+        )
+    tokens, types = _tokens(metadata)
+    ids = _named_ids(metadata, model, types)
+    for name in ("bos", "eos", "eot", "eom"):  # control tokens, whatever their type says
+        if name in ids:
+            types[ids[name]] = CONTROL
+    for name in ("unknown", "padding"):
+        if name in ids and types[ids[name]] not in {NORMAL, USER_DEFINED}:
+            types[ids[name]] = CONTROL
+    build = _sentencepiece if model == "llama" else _byte_level
+    backend = build(metadata, tokens, types, ids.get("unknown"))
+    _add_tokens(backend, tokens, types, is_phi3=metadata.get("general.architecture") == "phi3" and model == "llama")
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", model == "llama" or pre in STARTS_WITH_BOS)
     add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
+    named_ends = {i for i, kind in enumerate(types) if kind == CONTROL and tokens[i] in _END_NAMES}
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     template = metadata.get("tokenizer.chat_template")
-    return Rebuilt(
-        _gguf_backend(tokens, types, merges, pre),
+    return Vocabulary(
+        backend,
         frame=([ids["bos"]] if add_bos and "bos" in ids else [], [ids["eos"]] if add_eos and "eos" in ids else []),
         bos_id=ids.get("bos"),
         eos_ids=frozenset(named_ends | {ids[name] for name in ("eos", "eot", "eom") if name in ids}),
@@ -82,42 +60,86 @@ def rebuild(metadata: Mapping[str, Any]) -> Rebuilt:
     )
 
 
-def _gguf_tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int], list[tuple[str, str]], str]:
-    """Tokens, their types, merges and the name of the pre-tokenizer; missing or unknown -> InputError."""
-    model = metadata.get("tokenizer.ggml.model")
-    if model != "gpt2":
-        raise InputError(f"tokenizer.ggml.model is {model!r}: only 'gpt2' (byte-level BPE) is read from GGUF")
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in _PRE_TOKENIZERS:
-        raise InputError(f"tokenizer.ggml.pre is {pre!r}: known are {', '.join(sorted(_PRE_TOKENIZERS))}")
-    for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
-        if key not in metadata:
-            raise InputError(f"{key} is missing from the GGUF file: no tokenizer without it")
-    tokens = [str(token) for token in metadata["tokenizer.ggml.tokens"]]
-    types = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [1] * len(tokens)
+def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
+    """Tokens and their types; missing -> InputError."""
+    tokens = list(map(str, _needed(metadata, "tokenizer.ggml.tokens")))
+    types = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise InputError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
-    pairs = (str(merge).partition(" ") for merge in metadata["tokenizer.ggml.merges"])
-    return tokens, types, [(left, right) for left, _, right in pairs], pre
+    return tokens, types
 
 
-def _gguf_backend(tokens: list[str], types: list[int], merges: list[tuple[str, str]], pre: str) -> tokenizers.Tokenizer:
-    import tokenizers as hf
-    from tokenizers import decoders, models, normalizers, pre_tokenizers
+def _needed(metadata: Mapping[str, Any], key: str) -> Any:
+    if key not in metadata:
+        raise InputError(f"{key} is missing from the GGUF file: no tokenizer without it")
+    return metadata[key]
 
-    vocab = {token: index for index, token in enumerate(tokens)}
+
+def _named_ids(metadata: Mapping[str, Any], model: str, types: list[int]) -> dict[str, int]:
+    """The ids of BOS, EOS and so on; one that does not exist -> InputError."""
+    usual = _SENTENCEPIECE_IDS if model == "llama" else {}
+    ids = {name: index for name, index in usual.items() if types[index : index + 1] in ([CONTROL], [UNKNOWN])}
+    for name in _NAMED:
+        key = f"tokenizer.ggml.{name}_token_id"
+        if key in metadata:
+            ids[name] = int(metadata[key])
+            if not 0 <= ids[name] < len(types):
+                raise InputError(f"{key} is {ids[name]}, but there are {len(types)} tokens")
+    return ids
+
+
+def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    # The first character may be a space: the left part is never empty.
+    cuts = ((merge, merge.index(" ", 1)) for merge in map(str, _needed(metadata, "tokenizer.ggml.merges")))
     try:
-        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _WHOLE_PIECES)
-    except Exception as error:  # the library raises bare Exception
-        raise InputError(f"tokenizer.ggml.merges do not fit tokenizer.ggml.tokens: {error}") from None
-    backend = hf.Tokenizer(model)
-    if pre in _COMPOSED:
-        backend.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(hf.Regex(regex), "isolated") for regex in _PRE_TOKENIZERS[pre]]
+        return [(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts]
+    except ValueError:
+        raise InputError("tokenizer.ggml.merges has an entry that is not two tokens with a space between") from None
+
+
+def _byte_level(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], unknown: int | None
+) -> tokenizers.Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in PRE_TOKENIZERS:
+        raise InputError(f"tokenizer.ggml.pre is {pre!r}: known are {', '.join(sorted(PRE_TOKENIZERS))}")
     # tokenizer.ggml.add_space_prefix is for SentencePiece; llama.cpp ignores it here too.
-    bytes_last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_last])
-    backend.decoder = decoders.ByteLevel()
-    kinds = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in _ADDED and token]
-    backend.add_tokens([hf.AddedToken(t, normalized=False, special=kind == _CONTROL) for t, kind in kinds])
-    return backend
+    return byte_level_backend(tokens, _merges(metadata), pre)
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], unknown: int | None
+) -> tokenizers.Tokenizer:
+    """GGUF does not say how the original put a space before a text: its architecture does, as in transformers."""
+    architecture = str(metadata.get("general.architecture"))
+    scores = list(map(float, metadata.get("tokenizer.ggml.scores", ())))
+    if architecture.startswith("gemma"):
+        _respell_spaces(tokens, types)
+        scores = [-float(index) for index in range(len(tokens))]  # its scores do not follow its merges
+    if len(scores) != len(tokens):
+        raise InputError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
+    spaced = metadata.get("tokenizer.ggml.add_space_prefix", not architecture.startswith("gemma"))
+    prefix = "never" if not spaced else "always" if architecture == "phi3" else "first"
+    merges = _merges(metadata) if "tokenizer.ggml.merges" in metadata else None
+    return bpe_backend(Pieces(tokens, scores, types, unknown), Rules(prefix), merges)
+
+
+def _respell_spaces(tokens: list[str], types: list[int]) -> None:
+    """Gemma's files write a run of spaces as it is; its vocabulary, like every other, as so many underlines."""
+    known = set(tokens)
+    for index, token in enumerate(tokens):
+        run = SPACE * len(token)
+        if token and not token.strip(" ") and run not in known:
+            tokens[index], types[index] = run, NORMAL
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types: list[int], *, is_phi3: bool) -> None:
+    """Tell the backend which tokens are cut out of a text whole: control and user-defined ones."""
+    import tokenizers as hf
+
+    added = []
+    for token, kind in zip(tokens, types, strict=True):
+        if kind in {CONTROL, USER_DEFINED} and token:
+            strips = is_phi3 and token not in _PHI3_KEEPS
+            added.append(hf.AddedToken(token, normalized=False, special=kind == CONTROL, rstrip=strips))
+    backend.add_tokens(added)
