@@ -10,6 +10,7 @@ from serried.errors import InputError
 from serried.machine import available_cores
 
 DTYPES = ("bfloat16", "float32")
+QUANTIZATIONS = ("none", "int8", "int4")
 LOAD_FORMATS = ("auto", "dummy")
 BACKENDS = ("auto", "native", "torch")
 ALGORITHMS = ("auto", "one-shot", "two-shot")
@@ -22,15 +23,19 @@ SABOTAGES = ("skip-reduce", "swap-shards", "double-bias", "activation-first", "r
 class EngineConfig:
     """What to load and how to split and run it. Names and meanings are vLLM's where vLLM has them.
 
-    tp_weights: the ranks' shares, as positive integers (None: equal). threads_per_rank: None for cores / ranks.
-    max_model_len: the longest sequence, prompt and output together (None: what the model and the memory allow).
+    revision: of a model on the hub: a branch, a tag or a commit (None: its main branch). dtype: of activations, of the
+    KV cache and of weights that are not quantized. quantization: of weights (None: as the checkpoint has them; "none":
+    dequantized). tp_weights: the ranks' shares, as positive integers (None: equal). threads_per_rank: None for cores /
+    ranks. max_model_len: the longest sequence, prompt and output together (None: what the model and the memory allow).
     kv_cache_memory: bytes of KV cache a rank (None: a share of the free memory). collective_timeout: seconds that a
     rank waits for its peers. allreduce_algorithm: of the native backend. sabotage: damage the last rank on purpose
     (for `verify`).
     """
 
     model: str
+    revision: str | None = None
     dtype: str = "bfloat16"
+    quantization: str | None = None
     backend: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
@@ -43,12 +48,17 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     block_size: int = 32
     kv_cache_memory: int | None = None
+    enable_prefix_caching: bool = True
     collective_timeout: float = 300.0
     allreduce_algorithm: str = "auto"
     sabotage: str | None = None
 
     def __post_init__(self) -> None:
+        if self.revision is not None and not (isinstance(self.revision, str) and self.revision.strip()):
+            raise InputError(f"--revision {self.revision}: expected a branch, a tag or a commit")
         _one_of("--dtype", self.dtype, DTYPES)
+        if self.quantization is not None:
+            _one_of("--quantization", self.quantization, QUANTIZATIONS)
         _one_of("--load-format", self.load_format, LOAD_FORMATS)
         _one_of("--allreduce-algorithm", self.allreduce_algorithm, ALGORITHMS)
         _one_of("--device", self.device, DEVICES)
@@ -169,3 +179,10 @@ def child_environment() -> Mapping[str, str]:
 def forced_isa() -> str | None:
     """The instruction set that SERRIED_ISA names, for the native kernels."""
     return os.environ.get("SERRIED_ISA") or None
+
+
+def environment_options() -> Mapping[str, str]:
+    """Options given as SERRIED_* variables, by name: SERRIED_MAX_MODEL_LEN is max_model_len."""
+    prefix, others = "SERRIED_", {"isa"}
+    given = {key.removeprefix(prefix).lower(): value for key, value in os.environ.items() if key.startswith(prefix)}
+    return {name: value for name, value in given.items() if name not in others}

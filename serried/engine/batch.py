@@ -7,17 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from serried.backends.step import Int32, StepInput
-from serried.engine.sampler import Want, pack_wants
 from serried.engine.scheduler import Scheduled
+from serried.engine.wants import Want, pack_wants
 
 
 def build_step(scheduled: Sequence[Scheduled], block_size: int, *, whole_logits: bool = False) -> StepInput:
     """Lay the tokens of all scheduled requests in one row.
 
-    A token is wanted after the last row of each request that samples; or (whole_logits) the logits of every row.
+    A token is wanted after the last row of each request that samples, and log-probabilities at the rows of a prompt
+    that gives them; or (whole_logits) the logits of every row.
     """
     tokens, positions, slots, blocks = [], [], [], []
-    row_starts, block_starts, logit_rows = [0], [0], []
+    row_starts, block_starts, logit_rows, wants = [0], [0], [], []
     for part in scheduled:
         request = part.request
         at = np.arange(part.start, part.stop, dtype=np.int32)
@@ -28,8 +29,11 @@ def build_step(scheduled: Sequence[Scheduled], block_size: int, *, whole_logits:
         blocks.append(held)
         row_starts.append(row_starts[-1] + at.size)
         block_starts.append(block_starts[-1] + held.size)
+        logit_rows += [row_starts[-2] + position - part.start for position in part.scored]
+        wants += [Want.of_prompt(request, position) for position in part.scored]
         if part.samples:
             logit_rows.append(row_starts[-1] - 1)
+            wants.append(Want.of(request))
     return StepInput(
         tokens=np.concatenate(tokens),
         positions=np.concatenate(positions),
@@ -39,7 +43,7 @@ def build_step(scheduled: Sequence[Scheduled], block_size: int, *, whole_logits:
         block_starts=_int32(block_starts),
         blocks=np.concatenate(blocks),
         logit_rows=np.arange(row_starts[-1], dtype=np.int32) if whole_logits else _int32(logit_rows),
-        sampling=pack_wants([] if whole_logits else [Want.of(part.request) for part in scheduled if part.samples]),
+        sampling=pack_wants([] if whole_logits else wants),
     )
 
 

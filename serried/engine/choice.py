@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from serried.backends.base import Program
-from serried.engine.sampler import Logits, Offer, Want, columns, decide, make_offer
+from serried.backends.base import Logits, Program
+from serried.engine.edits import Edits
+from serried.engine.sampler import NO_TOKEN, NOTHING, Offer, decide, make_offer
+from serried.engine.wants import Want, columns
 from serried.parallel.comm import Communicator
 
 MORE = 8  # times as many candidates in the next round
@@ -17,28 +19,43 @@ MORE = 8  # times as many candidates in the next round
 def choose_tokens(
     program: Program, own: Logits, first: int, wants: Sequence[Want], comm: Communicator
 ) -> list[int] | None:
-    """The tokens of all rows on rank 0, None on the others.
+    """The tokens of the rows that are to have one, on rank 0 (NO_TOKEN where none may be chosen); None on the others.
 
-    own: float32 [Q, own vocabulary] that the program gave, of the ids from `first` on. One gather, and one more round
-    (a word from rank 0, a gather) each time that top_p needs more candidates than the ranks have offered.
+    own: float32 [Q, own vocabulary] that the program gave, of the ids from `first` on; it is left as it is. One
+    gather, and one more round (a word from rank 0, a gather) each time that more candidates are needed.
     """
+    rows = [row for row, want in enumerate(wants) if want.samples]
+    if not rows:
+        return [] if comm.rank == 0 else None
+    wants = [wants[row] for row in rows]
+    own = edited(own, first, rows, wants)
     if all(want.single for want in wants):
         return _choose_single(program, own, first, wants, comm)
     factor = 1
-    open_ended = any(want.top_p < 1 and want.top_k == 0 for want in wants)
     while True:
         offers = make_offers(program, own, first, wants, factor)
         by_rank = gather_offers(offers, comm)
         tokens = None
         if by_rank is not None:
             tokens = [decide(want, column) for want, column in zip(wants, zip(*by_rank, strict=True), strict=True)]
-        if not open_ended:
+        if not any(want.open_ended for want in wants):
             return _complete(tokens)
         enough = tokens is None or None not in tokens
         word: Any = comm.broadcast(np.array([enough], np.int32))
         if word[0]:
             return _complete(tokens)
         factor *= MORE
+
+
+def edited(own: Logits, first: int, rows: Sequence[int], wants: Sequence[Want]) -> Logits:
+    """Some rows of the logits with what their wants do to them: the logits themselves where nothing is done."""
+    if len(rows) == len(own) and not any(want.edits for want in wants):
+        return own
+    copy = own[list(rows)]
+    for row, want in zip(copy, wants, strict=True):
+        if want.edits and row.size:
+            Edits.unpack(want.edits).apply(row, first)
+    return copy
 
 
 def _choose_single(
@@ -51,6 +68,7 @@ def _choose_single(
         ids = places + first
     else:  # a rank without a part of the vocabulary
         ids, scores = np.full(count, -1, np.int64), np.full(count, -np.inf)
+    ids = np.where(scores > -np.inf, ids, NO_TOKEN)
     if comm.size == 1:
         return [int(i) for i in ids]
     # As int64: a Communicator moves bits, and float64 is none of its dtypes.
@@ -66,10 +84,9 @@ def make_offers(program: Program, own: Logits, first: int, wants: Sequence[Want]
     """This rank's offers; where one candidate will do, the backend picks it, for all rows at once."""
     if own.shape[1] == 0 or not any(want.single for want in wants):
         return [make_offer(own[row], first, want, want.candidates * factor) for row, want in enumerate(wants)]
-    nothing = np.empty(0, np.float64)
     places, scores = program.pick(own, first, *columns(wants))
     return [
-        Offer(own.shape[1], places[row : row + 1] + first, scores[row : row + 1], nothing, nothing)
+        Offer(own.shape[1], places[row : row + 1] + first, scores[row : row + 1], NOTHING, NOTHING)
         if want.single
         else make_offer(own[row], first, want, want.candidates * factor)
         for row, want in enumerate(wants)

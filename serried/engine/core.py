@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
+from serried.backends.philox import sample_seed
 from serried.backends.step import StepInput
 from serried.engine.batch import build_step
-from serried.engine.request import Request
+from serried.engine.edits import nothing_left
+from serried.engine.interface import TokenLogprobs
+from serried.engine.request import Grammar, Request
+from serried.engine.sampler import NO_TOKEN
 from serried.engine.scheduler import Scheduler
 from serried.engine.worker import StepOutput
 from serried.errors import InputError
-from serried.sampling_params import SamplingParams
+from serried.sampling_params import SamplingParams, check_token_ids
 
 
 class StepExecutor(Protocol):
@@ -25,11 +29,16 @@ class StepExecutor(Protocol):
 
 @dataclass(frozen=True)
 class NewToken:
-    """What a step gave one request: its next token, and why it ended, if it did."""
+    """What a step gave one request: its next token, and why it ended, if it did.
+
+    token: None where none could be chosen, because all are forbidden; that ends the request (`abort`). logprobs: where
+    asked for.
+    """
 
     request: Request
-    token: int
+    token: int | None
     finish_reason: str | None
+    logprobs: TokenLogprobs | None = None
 
 
 class EngineCore:
@@ -50,13 +59,46 @@ class EngineCore:
         self.steps = 0
         self._ids = count()
 
-    def add(self, prompt: Sequence[int], params: SamplingParams) -> Request:
-        """Queue a prompt of token ids; InputError where it can never run."""
-        for token in (*prompt, *params.stop_token_ids):
-            if not 0 <= token < self.vocab_size:
-                raise InputError(f"token id {token} is not in the vocabulary of {self.vocab_size}")
-        seed = secrets.randbits(64) if params.seed is None else params.seed
-        request = Request(next(self._ids), list(prompt), params, seed, self.eos_ids)
+    def add(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        sample: int = 0,
+        bad_words: Sequence[Sequence[int]] = (),
+        priority: int = 0,
+        cache_salt: str | None = None,
+        output: Sequence[int] = (),
+        grammar: Grammar | None = None,
+    ) -> Request:
+        """Queue a prompt of token ids; InputError where it can never run.
+
+        sample: which of the params' `n` answers it shall be. bad_words: the params' as token ids. priority: lower ones
+        come first. cache_salt: only requests with the same one share cached prefixes. output: tokens that it has
+        already, from another engine. grammar: what the output must match, at its beginning.
+        """
+        check_token_ids("prompt", prompt, self.vocab_size)
+        params.check_vocabulary(self.vocab_size)
+        for word in bad_words:
+            check_token_ids("bad_words", word, self.vocab_size)
+        if nothing_left(params, (*params.stop_token_ids, *self.eos_ids), bad_words, self.vocab_size):
+            raise InputError("bad_words and min_tokens: with them every token that is allowed is forbidden")
+        seed = secrets.randbits(64) if params.seed is None else sample_seed(params.seed, sample)
+        request = Request(
+            next(self._ids),
+            list(prompt),
+            params,
+            seed,
+            self.eos_ids,
+            sample,
+            bad_words,
+            priority=priority,
+            cache_salt=cache_salt,
+            grammar=grammar,
+        )
+        for token in output:
+            request.advance(token)
+        request.may_reuse = not request.scores_prompt  # a prompt's logits come only where it is computed
         self.scheduler.add(request)
         return request
 
@@ -67,15 +109,15 @@ class EngineCore:
             return []
         self.steps += 1
         output = self.executor.execute(build_step(scheduled, self.scheduler.block_size))
-        chosen = iter(output.tokens)
+        chosen, scores = iter(output.tokens), iter(output.logprobs)
         tokens = []
         for part in scheduled:
-            samples = part.samples
-            part.request.computed = part.stop
+            request, samples = part.request, part.samples
+            request.prompt_logprobs += [next(scores) for _ in part.scored]
+            self.scheduler.computed(part)
             if samples:
-                token = next(chosen)
-                part.request.append(token)
-                tokens.append(NewToken(part.request, token, part.request.finish_reason))
+                logprobs = None if request.params.logprobs is None else next(scores)
+                tokens.append(_give(request, next(chosen), logprobs))
         self.scheduler.retire()
         return tokens
 
@@ -87,3 +129,12 @@ class EngineCore:
     @property
     def idle(self) -> bool:
         return self.scheduler.idle
+
+
+def _give(request: Request, token: int, logprobs: TokenLogprobs | None) -> NewToken:
+    """Append the token that was chosen for a request."""
+    if token == NO_TOKEN:
+        request.finish_reason = "abort"
+        return NewToken(request, None, "abort")
+    request.append(token)
+    return NewToken(request, token, request.finish_reason, logprobs)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from serried.backends.registry import resolve_backend
-from serried.backends.step import Int32, StepInput
+from serried.backends.step import StepInput
 from serried.config import EngineConfig, TorchrunWorld, child_environment, torchrun_environment
+from serried.engine.channel import TELL_TIMES, open_channel
 from serried.engine.group import group_of_children, group_of_world
-from serried.engine.worker import RankInfo, StepOutput, Worker
+from serried.engine.worker import RankInfo, RankTimes, StepOutput, Worker
 from serried.errors import InputError, RankFailed
 from serried.kv.pool import BlockPool
 from serried.models.registry import ModelSource
@@ -45,6 +48,10 @@ class Executor(Protocol):
 
     def execute(self, step: StepInput) -> StepOutput:
         """Run a step on all ranks. RankFailed names the rank that fails."""
+        ...
+
+    def rank_times(self) -> list[RankTimes]:
+        """What each rank has done with its time so far."""
         ...
 
     def pause(self) -> None:
@@ -96,6 +103,10 @@ class LocalExecutor:
             raise RankFailed(self.worker.comm.rank, "decides no token; only rank 0 may execute")
         return output
 
+    def rank_times(self) -> list[RankTimes]:
+        times = self.worker.gather_times()
+        return [RankTimes(0.0, 0.0)] if times is None else times
+
     def pause(self) -> None:
         pass
 
@@ -111,12 +122,14 @@ class ProcessExecutor(LocalExecutor):
 
     def __init__(self, config: EngineConfig, source: ModelSource, progress: Progress | None = None) -> None:
         size = config.tensor_parallel_size
+        self._closed = False
         self.processes = RankProcesses(
             RANK_MODULE, size, msgspec.msgpack.encode(config), config.threads, child_environment()
         )
         try:
             comm = group_of_children(config, self.processes.store_fd, 0, self.processes.check)
             super().__init__(config, source, progress, comm)
+            self._channel = open_channel(comm, self.processes, config.collective_timeout)
             self.processes.wait_ready(START_TIMEOUT)
         except BaseException as error:
             self._end(error)
@@ -124,22 +137,39 @@ class ProcessExecutor(LocalExecutor):
 
     def execute(self, step: StepInput) -> StepOutput:
         try:
-            self.processes.broadcast(step.pack().tobytes(), self.config.collective_timeout)
+            self._channel.send(step.pack())
             return super().execute(step)
         except BaseException as error:
             self._end(error)
             raise
 
+    def rank_times(self) -> list[RankTimes]:
+        try:
+            self._channel.send(np.array([TELL_TIMES], np.int32))
+            return super().rank_times()
+        except BaseException as error:
+            self._end(error)
+            raise
+
     def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            with suppress(RankFailed):  # who is gone needs no telling
+                self._channel.close()
         self.processes.close()
         super().close()
 
     def _end(self, error: BaseException) -> None:
-        """Stop everything after an error; raise the culprit's own where a collective failed for its sake."""
+        """Stop everything after an error; raise the culprit's own where a collective failed for its sake.
+
+        What a rank finds wrong with the user's input is raised as it would be by this one.
+        """
         try:
             if isinstance(error, RankFailed):
-                raise self.processes.failure(error) from error
+                failed = self.processes.failure(error)
+                raise failed.input_error or failed from error
         finally:
+            self._closed = True
             self.processes.close()
 
 
@@ -154,6 +184,7 @@ class TorchrunExecutor(LocalExecutor):
         progress: Progress | None = None,
     ) -> None:
         comm = group_of_world(config, world)
+        _check_commits(source, comm)
         self.decides = world.rank == 0
         super().__init__(config, source, progress if self.decides else None, comm)
 
@@ -165,6 +196,9 @@ class TorchrunExecutor(LocalExecutor):
 
     def pause(self) -> None:
         self._say(PAUSE)
+
+    def rank_times(self) -> list[RankTimes]:
+        return []  # the others wait for steps alone
 
     def follow(self) -> None:
         comm = self.worker.comm
@@ -184,8 +218,11 @@ def create_executor(
     if world is not None:
         check_world(config, world)
     local_rank = 0 if world is None else world.local_rank
-    # Decided here, once: a child that is bound to some cores would count them anew.
-    config = resolve_backend(config, local_rank).resolve(threads_per_rank=config.threads)
+    # Decided here, once: a child that is bound to some cores would count them anew, and one that is given a hub id
+    # would ask the hub, which may have something newer by then.
+    config = resolve_backend(config, local_rank).resolve(
+        threads_per_rank=config.threads, model=source.location, revision=None
+    )
     if world is not None:
         return TorchrunExecutor(config, source, world, progress)
     return LocalExecutor(config, source, progress) if size == 1 else ProcessExecutor(config, source, progress)
@@ -200,8 +237,9 @@ def check_world(config: EngineConfig, world: TorchrunWorld) -> None:
         )
 
 
-def serve_steps(worker: Worker, receive: Callable[[], bytes]) -> None:
-    """A child rank's life after loading: take each step from rank 0 and execute it, until the link ends."""
-    while True:
-        flat: Int32 = np.frombuffer(receive(), np.int32)
-        worker.execute(StepInput.unpack(flat))
+def _check_commits(source: ModelSource, comm: Communicator) -> None:
+    """Refuse ranks that have found different commits of a model on the hub, each in the cache of its machine."""
+    own = np.frombuffer(hashlib.sha256(source.commit.encode()).digest(), np.int64)[:1]
+    if np.unique(comm.all_gather(own, [1] * comm.size)).size > 1:
+        comm.close()
+        raise InputError(f"{source.name}: the ranks have different commits of it; give --revision COMMIT")

@@ -9,63 +9,49 @@ from types import TracebackType
 from typing import Any
 
 from serried.config import EngineConfig
-from serried.engine.core import EngineCore, NewToken
+from serried.engine.build import build_core, load_tokenizer
+from serried.engine.core import NewToken
 from serried.engine.executor import Executor, create_executor
 from serried.engine.outputs import Answer, Delta, RequestOutput
-from serried.engine.scheduler import Scheduler
 from serried.errors import InputError
 from serried.models.registry import ModelSource, open_model
 from serried.progress import progress_bar
 from serried.sampling_params import SamplingParams
+from serried.text.bad_words import spell_out
 from serried.text.chat import encode_chat
 from serried.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+Params = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one each
 
 
 class LLM:
     """A model, split over ranks, that answers prompts.
 
-    model: a Hugging Face directory, a .gguf file, `demo`, or a preset's name with load_format="dummy". options: the
-    fields of EngineConfig. Raises InputError for what cannot work and RankFailed where a rank does not come up.
-    Under torchrun every rank makes the same LLM and the same calls; rank 0 gets the answers, the others empty lists.
+    model: a Hugging Face directory, a .gguf file, a hub id, `demo`, or a preset's name with load_format="dummy".
+    options: the fields of EngineConfig. Raises InputError for what cannot work and RankFailed where a rank does not
+    come up. Under torchrun every rank makes the same LLM and the same calls; rank 0 gets the answers, the others empty
+    lists.
     """
 
     def __init__(self, model: str, tensor_parallel_size: int | None = None, **options: Any) -> None:
         if tensor_parallel_size is not None:
             options["tensor_parallel_size"] = tensor_parallel_size
         config = EngineConfig.create(model, **options)
-        self.source: ModelSource = open_model(config.model)
+        weights = config.load_format != "dummy"
+        self.source: ModelSource = open_model(config.model, config.revision, weights=weights)
         with progress_bar(f"loading {self.source.name}") as progress:
             self.executor: Executor = create_executor(config, self.source, progress)
         self.config = self.executor.config
-        scheduler = Scheduler(
-            self.executor.new_pool(),
-            block_size=self.config.block_size,
-            max_model_len=self.executor.max_model_len,
-            max_requests=self.config.max_num_seqs,
-            token_budget=self.config.max_num_batched_tokens,
-        )
         self._arrived: dict[int, deque[NewToken]] = {}  # by request: tokens that its stream has not taken yet
-        self.core = EngineCore(
-            self.executor,
-            scheduler,
-            vocab_size=self.source.config.vocab_size,
-            eos_ids=sorted({*self.source.config.eos_ids, *(self.tokenizer.eos_ids if self.tokenizer else ())}),
-        )
+        self.core = build_core(self.executor, self.source, self.tokenizer)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None for a preset."""
-        if self.source.gguf is not None:
-            return Tokenizer.from_gguf(self.source.gguf.metadata)
-        if self.source.directory is not None and (self.source.directory / "tokenizer.json").is_file():
-            return Tokenizer.from_directory(self.source.directory)
-        return None
+        return load_tokenizer(self.source)
 
-    def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
-    ) -> list[RequestOutput]:
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
         """Answer one prompt or many: text, or token ids. The answers are in the order of the prompts."""
         many = as_prompts(prompts)
         outputs: dict[int, RequestOutput] = {}
@@ -79,7 +65,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, rendered by the model's chat template."""
@@ -90,16 +76,14 @@ class LLM:
         """The token ids of a conversation, with the opening of the answer."""
         return encode_chat(self._need_tokenizer(), messages, **template)
 
-    def stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
-    ) -> Iterator[Delta]:
+    def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> Iterator[Delta]:
         """As generate, piece by piece as the tokens come."""
-        params = sampling_params or SamplingParams()
         if not self.executor.decides:
             self.executor.follow()
             return
-        live = self._add_all(as_prompts(prompts), params)
+        live: dict[int, Answer] = {}
         try:
+            self._add_all(as_prompts(prompts), sampling_params, live)
             while live:
                 self._advance(live)
                 yield from self._take(live)
@@ -124,21 +108,19 @@ class LLM:
             raise InputError(f"{self.source.name}: has no tokenizer, so it cannot take text; give token ids")
         return self.tokenizer
 
-    def _add_all(self, prompts: Sequence[Prompt], params: SamplingParams) -> dict[int, Answer]:
+    def _add_all(self, prompts: Sequence[Prompt], given: Params, live: dict[int, Answer]) -> None:
+        """Queue every prompt, as often as its parameters ask for; its requests are entered in `live`."""
         encoded = [self._need_tokenizer().encode(p) if isinstance(p, str) else list(p) for p in prompts]
-        if params.stop:
-            self._need_tokenizer()  # stop strings are text
-        live: dict[int, Answer] = {}
-        try:
-            for index, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
-                request = self.core.add(ids, params)
-                text = prompt if isinstance(prompt, str) else None
-                live[request.id] = Answer(index, request, text, self.tokenizer)
+        for index, (prompt, ids, params) in enumerate(zip(prompts, encoded, as_params(given, prompts), strict=True)):
+            if params.stop:
+                self._need_tokenizer()  # stop strings are text
+            bad_words = spell_out(params.bad_words, self.tokenizer)
+            output = RequestOutput("", prompt if isinstance(prompt, str) else None, ids, [])
+            for sample in range(params.n):
+                request = self.core.add(ids, params, sample=sample, bad_words=bad_words)
+                output.request_id = output.request_id or str(request.id)
+                live[request.id] = Answer(index, request, output, self.tokenizer)
                 self._arrived[request.id] = deque()
-        except InputError:
-            self._abort(live)
-            raise
-        return live
 
     def _advance(self, live: Collection[int]) -> None:
         """Run a step, unless one that another stream ran has left tokens for the requests in `live`."""
@@ -151,7 +133,7 @@ class LLM:
         for id, answer in list(live.items()):
             while id in live and self._arrived[id]:
                 delta = answer.take(self._arrived[id].popleft())
-                if delta.output.finished:
+                if delta.completion.finish_reason:
                     self._drop(live, id, "stop")
                 yield delta
 
@@ -169,3 +151,12 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def as_params(given: Params, prompts: Sequence[Prompt]) -> list[SamplingParams]:
+    """The sampling parameters of each prompt."""
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * len(prompts)
+    if len(given) != len(prompts):
+        raise InputError(f"{len(given)} SamplingParams for {len(prompts)} prompts; give one for all, or one each")
+    return list(given)

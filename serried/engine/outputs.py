@@ -5,70 +5,137 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from serried.engine.core import NewToken
+from serried.engine.interface import TokenLogprobs
 from serried.engine.request import Request
 from serried.text.detokenizer import Detokenizer
 from serried.text.tokenizer import Tokenizer
+
+NOTHING_ALLOWED = "no token is allowed"
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token's log-probability at one position, its rank there (1: the likeliest), and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
 
 
 @dataclass
 class CompletionOutput:
     """One answer. text is empty where the model has no tokenizer.
 
-    stop_reason: the stop string, or the token of stop_token_ids, that ended it.
+    index: which of the prompt's answers it is. logprobs: for each token, by id, its own and those of the likeliest;
+    cumulative_logprob: the sum of its tokens' own; None where they were not asked for. finish_reason: `stop`, `length`
+    or `abort`. stop_reason: the stop string, or the token of stop_token_ids, that ended it; or why it was aborted.
     """
 
     index: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
 
 @dataclass
 class RequestOutput:
-    """A prompt with its answer, in vLLM's shape: .outputs[0].text."""
+    """A prompt with its answers, in vLLM's shape: .outputs[0].text.
+
+    prompt_logprobs: for each token of the prompt what CompletionOutput.logprobs holds; None for the first.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = False
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of an answer as it comes: new text (it may be empty), and the output so far."""
+    """A piece of an answer as it comes: new text (it may be empty), the answer so far, and its prompt's output.
+
+    index: the prompt's.
+    """
 
     index: int
     text: str
+    completion: CompletionOutput
     output: RequestOutput
 
 
 class Answer:
-    """One request's answer as it grows: tokens in, text out, until a stop string or the engine ends it."""
+    """One request's answer as it grows: tokens in, text out, until a stop string or the engine ends it.
 
-    def __init__(self, index: int, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
+    It is added to the answers of `output`, that of its prompt.
+    """
+
+    def __init__(self, index: int, request: Request, output: RequestOutput, tokenizer: Tokenizer | None) -> None:
+        p = request.params
         self.index = index
         self.request = request
-        self.completion = CompletionOutput()
-        self.output = RequestOutput(str(request.id), prompt, request.prompt, [self.completion])
-        self._text = Detokenizer(tokenizer, stop=tuple(request.params.stop)) if tokenizer else None
+        self.output = output
+        self.completion = CompletionOutput(index=request.sample)
+        if p.logprobs is not None:
+            self.completion.logprobs, self.completion.cumulative_logprob = [], 0.0
+        output.outputs.append(self.completion)
+        self._tokenizer = tokenizer
+        self._text = Detokenizer(tokenizer, p.skip_special_tokens, tuple(p.stop)) if tokenizer else None
 
     def take(self, new: NewToken) -> Delta:
         """Take the request's next token."""
-        done = self.completion
-        done.token_ids.append(new.token)
+        done, request = self.completion, self.request
+        if request.scores_prompt and self.output.prompt_logprobs is None:
+            self.output.prompt_logprobs = [None, *map(self._by_id, request.prompt_logprobs)]
         text = ""
-        if self._text:
-            # A token that ends the answer is not text of it (vLLM leaves it out too).
-            text = "" if new.finish_reason == "stop" else self._text.add([new.token])
-            if new.finish_reason and not self._text.stopped:
-                text += self._text.finish()
-        done.text += text
+        if new.token is not None:
+            text = self._read(new.token, new.finish_reason)
+            done.token_ids.append(new.token)
+            done.text += text
+            self._note(new.logprobs)
+        done.finish_reason, done.stop_reason = self._end(new)
+        self.output.finished = all(each.finish_reason for each in self.output.outputs)
+        return Delta(self.index, text, done, self.output)
+
+    def _read(self, token: int, finish_reason: str | None) -> str:
+        """The text that a token adds."""
+        reader, p = self._text, self.request.params
+        if reader is None:
+            return ""
+        # A token that ends the answer is not text of it (vLLM leaves it out too).
+        ends = finish_reason == "stop" and not p.include_stop_str_in_output
+        text = "" if ends else reader.add([token], search=len(self.completion.token_ids) >= p.min_tokens)
+        if finish_reason and not reader.stopped:
+            text += reader.finish()
+        if reader.stopped and p.include_stop_str_in_output:
+            text += reader.stopped
+        return text
+
+    def _end(self, new: NewToken) -> tuple[str | None, str | int | None]:
+        """Whether the answer has ended, and what ended it."""
         if self._text and self._text.stopped:
-            done.finish_reason, done.stop_reason = "stop", self._text.stopped
-        elif new.finish_reason:
-            done.finish_reason = new.finish_reason
-            done.stop_reason = new.token if new.token in self.request.params.stop_token_ids else None
-        self.output.finished = done.finish_reason is not None
-        return Delta(self.index, text, self.output)
+            return "stop", self._text.stopped
+        if new.token is None:
+            return new.finish_reason, NOTHING_ALLOWED
+        ended_by_token = new.finish_reason is not None and new.token in self.request.params.stop_token_ids
+        return new.finish_reason, new.token if ended_by_token else None
+
+    def _note(self, logprobs: TokenLogprobs | None) -> None:
+        done = self.completion
+        if logprobs is not None and done.logprobs is not None and done.cumulative_logprob is not None:
+            done.logprobs.append(self._by_id(logprobs))
+            done.cumulative_logprob += logprobs.logprobs[0]
+
+    def _by_id(self, scores: TokenLogprobs) -> dict[int, Logprob]:
+        """As vLLM gives them: the token of the position first, then the likeliest."""
+        return {
+            id: Logprob(logprob, rank, self._spell(id))
+            for id, logprob, rank in zip(scores.ids, scores.logprobs, scores.ranks, strict=True)
+        }
+
+    def _spell(self, token: int) -> str | None:
+        return self._tokenizer.token_bytes(token).decode(errors="replace") if self._tokenizer else None

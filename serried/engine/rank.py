@@ -7,8 +7,9 @@ import os
 import msgspec
 
 from serried.backends.registry import resolve_backend
+from serried.backends.step import StepInput
 from serried.config import EngineConfig
-from serried.engine.executor import serve_steps
+from serried.engine.channel import TELL_TIMES, receive_steps
 from serried.engine.group import group_of_children
 from serried.engine.worker import Worker
 from serried.machine import cores_of_rank
@@ -25,8 +26,11 @@ def main() -> None:
         if config.backend == "native" and cores:
             os.sched_setaffinity(0, cores)  # before the weights are touched: they come to lie on this node
         worker = Worker(config, open_model(config.model), comm)
-        link.ready()
-        serve_steps(worker, link.recv)
+        for flat in receive_steps(comm, link):
+            if flat[0] == TELL_TIMES:
+                worker.gather_times()
+            else:
+                worker.execute(StepInput.unpack(flat))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from serried.errors import RankFailed
+from serried.errors import INPUT_ERRORS, RankFailed
 from serried.parallel.link import CHUNK, ChildArgs, FrameReader, Kind, Report
 
 PATIENCE = 1.0  # seconds for a process whose link is closed to leave its status and its last output
@@ -88,7 +88,9 @@ class RankProcess:
             return Verdict(DIED, self._death()) if self.is_gone else None
         if report.blames is None:
             reason = f"{report.type}: {report.message}"
-            return Verdict(RAISED, RankFailed(self.rank, reason, report.traceback))
+            kind = INPUT_ERRORS.get(report.type)
+            error = RankFailed(self.rank, reason, report.traceback, kind(report.message) if kind else None)
+            return Verdict(RAISED, error)
         return judge(RankFailed(report.blames, report.message, report.traceback), self.rank)
 
     def end(self, deadline: float) -> None:

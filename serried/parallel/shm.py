@@ -44,6 +44,29 @@ class _FlatPlan:
         self.arguments = _address(self.counts), _address(self.pairs), len(self.pairs), slots, result
 
 
+class StepRing:
+    """A ring from rank 0 to all others of a group, beside its collectives; see csrc/comm/step_ring.hpp."""
+
+    def __init__(self, native: Any, error: type[Exception]) -> None:
+        self._native, self._error = native, error
+
+    def close(self) -> None:
+        """Let go of the memory. No other call may follow."""
+        self._native = None
+
+    def write(self, frame: Array, timeout: float) -> None:
+        """Rank 0: hand a frame to everybody. RankFailed names who has died, or has read nothing for `timeout` s."""
+        frame = _contiguous(frame)
+        with _named_ranks(self._error):
+            self._native.write(_address(frame), frame.nbytes, timeout)
+
+    def read(self) -> bytes:
+        """The others: the next frame, however long it takes. RankFailed where a rank has failed or died."""
+        with _named_ranks(self._error):
+            frame: bytes = self._native.read()
+        return frame
+
+
 class ShmComm:
     """A group of ranks in the memfd `fd` that all of them share (RankProcesses.store_fd, fd_share.share_memfd).
 
@@ -185,6 +208,12 @@ class ShmComm:
         group = ShmComm.__new__(ShmComm)
         group._setup(native, self._error, [self.names[r] for r in members], self.algorithm, self.table)
         return group
+
+    def step_ring(self) -> StepRing:
+        """Make a ring; all ranks call it."""
+        self._require_open("step_ring")
+        with _named_ranks(self._error):
+            return StepRing(self.native.step_ring(), self._error)
 
     def timings(self) -> dict[str, Timing]:
         """What each operation has cost since the last reset, the program's own included."""
