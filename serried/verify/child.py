@@ -11,14 +11,12 @@ import numpy as np
 from serried.config import EngineConfig, child_environment
 from serried.engine.executor import START_TIMEOUT, create_executor
 from serried.engine.worker import RankInfo
-from serried.errors import CheckpointError, InputError, RankFailed, SerriedError
+from serried.errors import INPUT_ERRORS, RankFailed, SerriedError
 from serried.models.registry import open_model
 from serried.parallel.launch import RankProcesses
 from serried.parallel.link import ChildLink
 from serried.progress import progress_bar
 from serried.verify.run import RunResult, run_greedy
-
-ERRORS: dict[str, type[SerriedError]] = {"InputError": InputError, "CheckpointError": CheckpointError}
 
 
 class Task(msgspec.Struct):
@@ -61,7 +59,7 @@ def run_in_child(config: EngineConfig, prompt: Sequence[int], tokens: int) -> Ru
                 progress(*message.progress)
         if message.error:
             kind, text = message.error
-            raise ERRORS[kind](text)
+            raise INPUT_ERRORS[kind](text)
         if message.failed:
             raise RankFailed(*message.failed)
         logits = np.frombuffer(child.recv(0, START_TIMEOUT), np.float32)

@@ -16,13 +16,17 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Comparison:
-    """One run held against the first run and, where there is one, the reference."""
+    """One run held against the first run and, where there is one, the reference.
+
+    rms_share_reference: the root mean square of the differences to the reference, as a share of its logits' spread.
+    """
 
     run: RunResult
     max_abs_logit_diff: float
     bitwise_equal: bool
     tokens_equal: bool
     max_abs_diff_reference: float | None
+    rms_share_reference: float | None
     logit_std: float
 
     def to_json(self) -> dict[str, Any]:
@@ -37,6 +41,7 @@ class Comparison:
             "tokens_equal": self.tokens_equal,
             "tokens": run.tokens,
             "max_abs_diff_reference": self.max_abs_diff_reference,
+            "rms_share_reference": self.rms_share_reference,
             "logit_std": self.logit_std,
         }
 
@@ -57,6 +62,7 @@ def compare(
         tokens_equal=run.tokens == first.tokens
         and (reference is None or not binding or greedy(reference, prompt_length) == run.tokens),
         max_abs_diff_reference=None if reference is None else max_abs_diff(run.logits, reference),
+        rms_share_reference=None if reference is None else rms_share(run.logits, reference),
         logit_std=float(run.logits.std()),
     )
 
@@ -72,25 +78,36 @@ def max_abs_diff(a: Logits, b: Logits) -> float:
     return difference if np.isfinite(difference) else float("inf")
 
 
-def holds(
-    comparisons: Sequence[Comparison],
-    tolerance: float,
-    reference_tolerance: float | None,
-    *,
-    to_the_bit: bool = False,
-) -> bool:
-    """Whether all runs have equal tokens and logits within the tolerance: of the first run's, and of the reference's.
+def rms_share(found: Logits, reference: Logits) -> float:
+    """The root mean square of the differences over the reference's standard deviation; infinite for a NaN."""
+    difference = float(np.sqrt(np.square(found - reference, dtype=np.float64).mean()))
+    return difference / float(reference.std()) if np.isfinite(difference) else float("inf")
 
-    reference_tolerance: None where the reference is not binding.
+
+@dataclass(frozen=True)
+class Bounds:
+    """What must hold of logits.
+
+    first: largest difference to the first run. reference: largest difference to the reference (None: not binding).
+    reference_share: root mean square of these differences over the logits' spread (None: not asked for).
     """
+
+    first: float
+    reference: float | None
+    reference_share: float | None = None
+
+
+def holds(comparisons: Sequence[Comparison], bounds: Bounds, *, to_the_bit: bool = False) -> bool:
+    """Whether all runs have equal tokens and logits within the bounds."""
     return all(
         c.tokens_equal
-        and c.max_abs_logit_diff <= tolerance
+        and c.max_abs_logit_diff <= bounds.first
         and (c.bitwise_equal or not to_the_bit)
-        and (
-            reference_tolerance is None
-            or c.max_abs_diff_reference is None
-            or c.max_abs_diff_reference <= reference_tolerance
-        )
+        and _within(c.max_abs_diff_reference, bounds.reference)
+        and _within(c.rms_share_reference, bounds.reference_share)
         for c in comparisons
     )
+
+
+def _within(value: float | None, bound: float | None) -> bool:
+    return value is None or bound is None or value <= bound

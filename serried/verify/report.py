@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serried.config import EngineConfig
-from serried.verify.compare import Comparison, holds
+from serried.verify.compare import Bounds, Comparison, holds
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,14 @@ class Report:
     config: EngineConfig
     prompt: tuple[int, ...]
     comparisons: tuple[Comparison, ...]
-    tolerance: float
-    reference_tolerance: float | None
+    bounds: Bounds
+    weights: str | None  # what the file's tensors became, where any of them was or is quantized
 
     @property
     def ok(self) -> bool:
         """Whether the split changes nothing. Nodes added in the wrong order may change no more than a bit."""
         exact = self.config.sabotage == "rank-order"
-        return holds(self.comparisons, self.tolerance, self.reference_tolerance, to_the_bit=exact)
+        return holds(self.comparisons, self.bounds, to_the_bit=exact)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -32,9 +32,12 @@ class Report:
             "backend": self.config.backend,
             "isa": self.comparisons[0].run.isa,
             "dtype": self.config.dtype,
+            "quantization": self.config.quantization,
+            "weights": self.weights,
             "prompt_ids": list(self.prompt),
-            "tolerance": self.tolerance,
-            "reference_tolerance": self.reference_tolerance,
+            "tolerance": self.bounds.first,
+            "reference_tolerance": self.bounds.reference,
+            "reference_share_tolerance": self.bounds.reference_share,
             "sabotage": self.config.sabotage,
             "runs": [comparison.to_json() for comparison in self.comparisons],
             "ok": self.ok,
@@ -53,13 +56,12 @@ def print_report(report: Report) -> None:
     for heading in ("tp", "rank", "params", "q", "kv", "MiB", "reduces", "diff", "bits", "tokens", "to ref"):
         table.add_column(heading, justify="right", no_wrap=True)
     for c in report.comparisons:
-        reference = "-" if c.max_abs_diff_reference is None else f"{c.max_abs_diff_reference:.1e}"
         verdict = (
             f"{c.run.all_reduces_prefill}",
             f"{c.max_abs_logit_diff:.1e}",
             "equal" if c.bitwise_equal else "differ",
             "equal" if c.tokens_equal else "differ",
-            reference,
+            _to_reference(c, report.bounds),
         )
         for rank, info in enumerate(c.run.ranks):
             table.add_row(
@@ -79,9 +81,23 @@ def print_report(report: Report) -> None:
         "reduces: all-reduces of the prefill; q, kv: heads; MiB: a rank's peak while loading",
         highlight=False,
     )
-    allowed = f"logits within {report.tolerance:g}" if report.tolerance else "logits the same bits"
+    if report.weights:
+        console.print(f"weights: {report.weights}", highlight=False)
+    bounds = report.bounds
+    allowed = f"logits within {bounds.first:g}" if bounds.first else "logits the same bits"
+    if bounds.reference_share is not None and first.rms_share_reference is not None:
+        allowed += f" and, rms, within {bounds.reference_share:.0%} of their spread of the reference"
     if report.ok:
         console.print(f"[green]holds[/]: tokens equal, {allowed}", highlight=False)
     else:
         damaged = f" (--sabotage {report.config.sabotage})" if report.config.sabotage else ""
         console.print(f"[red]does not hold[/]{damaged}: must be tokens equal, {allowed}", highlight=False)
+
+
+def _to_reference(c: Comparison, bounds: Bounds) -> str:
+    """The distance to the reference in the measure that is binding."""
+    if c.max_abs_diff_reference is None:
+        return "-"
+    if bounds.reference_share is not None and c.rms_share_reference is not None:
+        return f"{c.rms_share_reference:.1%}"
+    return f"{c.max_abs_diff_reference:.1e}"
