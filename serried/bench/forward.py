@@ -128,7 +128,7 @@ def bench_decode(
             Work(e.weight_bytes + e.kv_bytes(context), decode_flops(source.config, batch_size, context))
             for e in engines
         ]
-        limits = [Limits(layout.tp * layout.threads, config.dtype) for layout in layouts]
+        limits = [Limits(e.config.tensor_parallel_size * e.config.threads, e.operands) for e in engines]
         steps = [engine.decode_step() for engine in engines]
         samples = measure(engines, steps, works, limits, rounds, report)
         return [
@@ -162,7 +162,7 @@ def bench_prefill(
     try:
         flops = prefill_flops(source.config, input_len)
         works = [Work(engine.weight_bytes, flops) for engine in engines]
-        limits = [Limits(layout.tp * layout.threads, config.dtype) for layout in layouts]
+        limits = [Limits(e.config.tensor_parallel_size * e.config.threads, e.operands) for e in engines]
         steps = [engine.prefill_step() for engine in engines]
         samples = measure(engines, steps, works, limits, rounds, report, count=2)
         return [
@@ -185,13 +185,14 @@ def bench_prefill(
 def decode_flops(model: ModelConfig, batch: int, context: int) -> float:
     """Two for each weight multiplied and token, four for each position and query column of attention."""
     weights = model.num_layers * _layer_weights(model) + model.vocab_size * model.hidden_size
-    return batch * (2 * weights + 4.0 * model.num_layers * model.num_heads * model.head_dim * context)
+    seen = model.positions_read(context - 1, context)
+    return batch * (2 * weights + 4.0 * model.num_heads * model.head_dim * seen)
 
 
 def prefill_flops(model: ModelConfig, tokens: int) -> float:
-    """Two for each weight multiplied, the LM head for one position, the causal half of attention."""
+    """Two for each weight multiplied, the LM head for one position, four for what attention sees."""
     dense = 2.0 * tokens * model.num_layers * _layer_weights(model) + 2.0 * model.vocab_size * model.hidden_size
-    return dense + 2.0 * model.num_layers * model.num_heads * model.head_dim * tokens * (tokens + 1)
+    return dense + 4.0 * model.num_heads * model.head_dim * model.positions_read(0, tokens)
 
 
 def _layer_weights(model: ModelConfig) -> int:
@@ -209,7 +210,7 @@ def _head(engine: BenchEngine, layout: Layout) -> dict[str, Any]:
         "tp": layout.tp,
         "threads_per_rank": layout.threads,
         "dtype": engine.config.dtype,
-        "quantization": "none",
+        "quantization": engine.quantization,
         "backend": engine.config.backend,
     }
 

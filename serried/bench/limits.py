@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,24 @@ MULTIPLY_ROUNDS = 400_000
 class Limits:
     """Measures both limits with as many threads as an engine computes with. Meant to be asked in turn with it.
 
-    read: bytes a second. multiply: floating-point operations a second that `dtype` allows: the rate of float32
-    multiply-adds in registers, and twice that for bfloat16. own_multiply: the rate of the instruction that the chosen
-    kernels really use (with AMX it is far above).
+    operands: what is multiplied: float32, bfloat16, or int8 (of all quantized weights).
+    read: bytes a second. multiply: operations a second, of which a multiply-add makes two: the rate of float32
+    multiply-adds in registers, and twice that for bfloat16 and int8. own_multiply: the rate of the instruction that
+    the chosen kernels really use (with AMX it is far above).
     """
 
-    def __init__(self, threads: int, dtype: str = "bfloat16") -> None:
+    def __init__(self, threads: int, operands: str = "bfloat16") -> None:
         self.threads = threads
-        self.dtype = dtype
+        self.operands = operands
         self._kernels = open_kernels()
         self._pool = core.Pool(threads, [], self._kernels)
         self._data = np.ones(READ_BYTES // 8, np.int64)
+
+    def of(self, operands: str) -> Limits:
+        """The same threads and the same memory, for other operands."""
+        other = copy(self)
+        other.operands = operands
+        return other
 
     def read(self) -> float:
         """Bytes per second that the threads read together, each its own part."""
@@ -33,13 +41,13 @@ class Limits:
         return float(self._data.nbytes / seconds)
 
     def multiply(self) -> float:
-        """Operations per second: float32 fused multiply-adds, twice that for bfloat16."""
+        """Operations per second: float32 fused multiply-adds, twice that for narrower operands."""
         rate = float(core.multiply_rate(self._kernels, self._pool, "float32", MULTIPLY_ROUNDS))
-        return rate * (2 if self.dtype == "bfloat16" else 1)
+        return rate * (1 if self.operands == "float32" else 2)
 
     def own_multiply(self) -> float:
         """Operations per second of the instruction that the kernels of this set multiply with."""
-        return float(core.multiply_rate(self._kernels, self._pool, self.dtype, MULTIPLY_ROUNDS))
+        return float(core.multiply_rate(self._kernels, self._pool, self.operands, MULTIPLY_ROUNDS))
 
 
 def median(values: list[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -82,21 +83,30 @@ class BenchEngine:
 
     @property
     def weight_bytes(self) -> int:
-        """Nominal bytes of weights that a step reads: the largest rank's, times the ranks."""
-        itemsize = 4 if self.config.dtype == "float32" else 2
-        c, tp = self.model, self.config.tensor_parallel_size
-        part = c.partition(self.config.weights)
-        q, kv = max(part.attention.sizes), max(part.kv_columns.sizes)
-        mlp, vocab = max(part.mlp.sizes), max(part.vocab.sizes)
-        layer = c.hidden_size * (2 * q + 2 * kv + 3 * mlp)
-        return tp * itemsize * (c.num_layers * layer + vocab * c.hidden_size)
+        """Nominal bytes of weights that a step reads, as they were loaded: the largest rank's, times the ranks."""
+        return self.config.tensor_parallel_size * max(rank.weight_bytes for rank in self.executor.ranks)
+
+    @property
+    def quantization(self) -> str:
+        """What most of the weights are kept in, in the words of --quantization."""
+        counts: Counter[str] = Counter()
+        for parameter in self.executor.worker.model.parameters():
+            counts[parameter.method.name if parameter.method else "none"] += parameter.elements
+        return counts.most_common(1)[0][0].removesuffix("_min")
+
+    @property
+    def operands(self) -> str:
+        """What its products multiply: int8 where weights are quantized, if the backend keeps them so."""
+        quantized = self.quantization != "none" and self.config.backend == "native"
+        return "int8" if quantized else self.config.dtype
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of KV cache that a decode step reads: the largest rank's, times the ranks."""
         itemsize = 4 if self.config.dtype == "float32" else 2
         c = self.model
         kv = max(c.partition(self.config.weights).kv_columns.sizes)
-        return self.config.tensor_parallel_size * itemsize * 2 * kv * c.num_layers * context * len(self.requests)
+        seen = c.positions_read(context - 1, context)
+        return self.config.tensor_parallel_size * itemsize * 2 * kv * seen * len(self.requests)
 
     def close(self) -> None:
         self.executor.close()
