@@ -8,19 +8,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from serried.cli.options import (
-    add_engine_arguments,
-    add_tp_argument,
-    engine_options,
-    integer,
-    integers,
-    number,
-)
+from serried.cli.options import add_engine_arguments, add_tp_argument, engine_options, integers
+from serried.cli.sampling import add_sampling_arguments, sampling_params
+from serried.cli.standard_input import read_text
 from serried.cli.watch import Watch
 from serried.engine.llm import LLM
-from serried.engine.outputs import Delta, RequestOutput
+from serried.engine.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from serried.errors import InputError
-from serried.sampling_params import SamplingParams
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,30 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=integer("--max-tokens"), default=128, help="default 128")
-    group.add_argument(
-        "--temperature", type=number("--temperature"), default=0.0, help="default 0: the likeliest token"
-    )
-    group.add_argument("--top-k", type=integer("--top-k"), default=0)
-    group.add_argument("--top-p", type=number("--top-p"), default=1.0)
-    group.add_argument("--stop", action="append", default=[], help="end the text before this; may be repeated")
-    group.add_argument("--stop-token-ids", type=integers("--stop-token-ids"), default=())
-    group.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+    add_sampling_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    params = SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        stop=args.stop,
-        stop_token_ids=args.stop_token_ids,
-        max_tokens=args.max_tokens,
-        ignore_eos=args.ignore_eos,
-    )
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
+    params = sampling_params(args)
+    if not args.json and (params.logprobs, params.prompt_logprobs) != (None, None):
+        raise InputError("--logprobs, --prompt-logprobs: they stand in the JSON document; add --json")
+    texts = [read_text() if prompt == "-" else prompt for prompt in args.prompts]
     if not texts and not args.prompt_ids:
         raise InputError("no prompt: give text, - for standard input, or --prompt-ids")
     with LLM(args.model, **engine_options(args)) as llm:
@@ -87,38 +65,33 @@ def _show(deltas: Iterator[Delta], texts: Sequence[str | None], quiet: bool) -> 
     outputs: dict[int, RequestOutput] = {}
     for delta in deltas:
         outputs[delta.index] = delta.output
+        answers = len(delta.output.outputs)
         if quiet:
             continue
-        if len(texts) == 1:
+        if len(texts) == answers == 1:
             print(delta.text, end="", flush=True)
-        elif delta.output.finished:
-            print(f"[{delta.index}] {texts[delta.index] or delta.output.prompt_token_ids}")
-            print(_readable(delta.output), end="\n\n", flush=True)
-    if not quiet and len(texts) == 1:
-        print(end="\n" if outputs[0].outputs[0].text else _readable(outputs[0]) + "\n")
+        elif delta.completion.finish_reason:
+            label = f"{delta.index}" if answers == 1 else f"{delta.index}.{delta.completion.index}"
+            print(f"[{label}] {texts[delta.index] or delta.output.prompt_token_ids}")
+            print(_readable(delta.completion), end="\n\n", flush=True)
+    if not quiet and len(texts) == len(outputs[0].outputs) == 1:
+        (answer,) = outputs[0].outputs
+        print(end="\n" if answer.text else _readable(answer) + "\n")
     return [outputs[index] for index in sorted(outputs)]
 
 
-def _readable(output: RequestOutput) -> str:
+def _readable(answer: CompletionOutput) -> str:
     """An answer's text; its token ids where the model has no tokenizer."""
-    answer = output.outputs[0]
     return answer.text or " ".join(map(str, answer.token_ids))
 
 
 def _document(outputs: Sequence[RequestOutput], watch: Watch) -> dict[str, Any]:
-    answers = [output.outputs[0] for output in outputs]
+    answers = [(index, answer) for index, output in enumerate(outputs) for answer in output.outputs]
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    completion = sum(len(answer.token_ids) for answer in answers)
+    completion = sum(len(answer.token_ids) for _, answer in answers)
     return {
-        "outputs": [
-            {
-                "text": answer.text,
-                "token_ids": answer.token_ids,
-                "finish_reason": answer.finish_reason,
-                "logprobs": None,
-            }
-            for answer in answers
-        ],
+        "outputs": [_answer(index, answer) for index, answer in answers],
+        "prompt_logprobs": [_positions(output.prompt_logprobs) for output in outputs],
         "usage": {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -126,3 +99,31 @@ def _document(outputs: Sequence[RequestOutput], watch: Watch) -> dict[str, Any]:
         },
         "tokens_per_s": watch.tokens_per_s,
     }
+
+
+def _answer(prompt: int, answer: CompletionOutput) -> dict[str, Any]:
+    return {
+        "prompt_index": prompt,
+        "index": answer.index,
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "cumulative_logprob": answer.cumulative_logprob,
+        "logprobs": _positions(answer.logprobs),
+    }
+
+
+def _positions(logprobs: Sequence[dict[int, Logprob] | None] | None) -> list[list[dict[str, Any]] | None] | None:
+    """For each position its token, then the likeliest ones; null for a prompt's first."""
+    if logprobs is None:
+        return None
+    return [
+        [
+            {"token_id": token, "token": each.decoded_token, "logprob": each.logprob, "rank": each.rank}
+            for token, each in entries.items()
+        ]
+        if entries is not None
+        else None
+        for entries in logprobs
+    ]

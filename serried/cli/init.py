@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from serried.cli.options import integer
+from serried.cli.options import integer, output_directory
 from serried.errors import InputError
 from serried.models.decoder import Decoder
 from serried.models.registry import open_model, preset_json, preset_names
@@ -18,7 +18,7 @@ from serried.progress import progress_bar
 from serried.weights.checkpoint import Array
 from serried.weights.dummy import DummyCheckpoint
 from serried.weights.load import tensor_shapes
-from serried.weights.safetensors import TensorSource, write_safetensors
+from serried.weights.safetensors_writer import TensorSource, write_safetensors
 
 ROWS = 1024  # written at once
 
@@ -33,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.preset not in preset_names():
         raise InputError(f"{args.preset}: no such preset; choose from {', '.join(preset_names())}")
-    directory = Path(args.output)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise InputError(f"--output {directory}: exists already; give a directory that is new or empty")
+    directory = output_directory(args.output)
     if not 0 <= args.seed < 1 << 64:
         raise InputError(f"--seed {args.seed}: expected 0 to 2^64 - 1")
     parameters, size = write_preset(args.preset, directory, args.seed)

@@ -10,7 +10,8 @@ import argparse
 import os
 import select
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NoReturn, Protocol, cast
 
@@ -20,10 +21,15 @@ from serried.errors import InputError, RankFailed, SerriedError
 # Name: its module, and what it does.
 COMMANDS = {
     "generate": ("serried.cli.generate", "generate text from a prompt"),
+    "chat": ("serried.cli.chat", "talk with a model in the terminal"),
+    "serve": ("serried.cli.serve", "serve a model over HTTP, as OpenAI and Anthropic do"),
+    "tokenize": ("serried.cli.tokenize", "show the tokens of a text, or the text of tokens"),
     "verify": ("serried.cli.verify", "prove that splitting the model changes no bit"),
     "layout": ("serried.cli.layout", "show the groups that the ranks of a world form"),
     "bench": ("serried.cli.bench", "measure this machine, and what fraction of it is reached"),
+    "quantize": ("serried.cli.quantize", "write a model in 8 or 4 bits, ready to load"),
     "init": ("serried.cli.init", "write a model directory with random weights"),
+    "completion": ("serried.cli.completion", "print a script that completes commands and options in a shell"),
 }
 
 INTERRUPTED = 130
@@ -114,7 +120,27 @@ def _command(name: str, words: list[str]) -> int:
     # Intermixed: options may stand between MODEL and PROMPT.
     args, unknown = parser.parse_known_intermixed_args(words)
     _refuse(parser, unknown)
-    return command.run(args)
+    with _log_on_stderr():
+        return command.run(args)
+
+
+@contextmanager
+def _log_on_stderr() -> Iterator[None]:
+    """What a command has to tell besides its result: a line each, on rank 0 alone."""
+    import logging
+
+    from serried.config import is_main_rank
+
+    logger, handler = logging.getLogger("serried"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("[rank 0] %(message)s"))
+    before = logger.level
+    logger.setLevel(logging.INFO if is_main_rank() else logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def _refuse(parser: Parser, unknown: Sequence[str]) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from serried.errors import InputError
 
 ENGINE_OPTIONS = (
+    "revision",
     "dtype",
+    "quantization",
     "backend",
     "device",
     "load_format",
@@ -28,10 +31,18 @@ ENGINE_OPTIONS = (
 def add_engine_arguments(parser: argparse.ArgumentParser, model: str | None = None) -> None:
     """What to load and how to run it; everything but the tensor-parallel size. model: `?` where it may be left out."""
     parser.add_argument(
-        "model", metavar="MODEL", nargs=model, help="a Hugging Face directory, a .gguf file, `demo`, or a preset's name"
+        "model",
+        metavar="MODEL",
+        nargs=model,
+        help="a Hugging Face directory, a .gguf file, a hub id (owner/name, or owner/name:FILE.gguf), `demo`, or a "
+        "preset's name",
     )
     group = parser.add_argument_group("engine")
-    group.add_argument("--dtype", help="bfloat16 (default) or float32: of weights and activations")
+    group.add_argument("--revision", help="branch, tag or commit of a model on the hub (default: its main branch)")
+    group.add_argument(
+        "--dtype", help="bfloat16 (default) or float32: of activations, and of weights that are not quantized"
+    )
+    group.add_argument("--quantization", help="int8, int4 or none, of weights (default: as the checkpoint has them)")
     group.add_argument("--backend", help="auto (default), native or torch")
     group.add_argument("--device", help="auto (default), cpu or cuda")
     group.add_argument("--load-format", help="auto (default), or dummy: random weights from the seed")
@@ -63,6 +74,14 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, as keyword arguments of EngineConfig."""
     names = (*ENGINE_OPTIONS, "tensor_parallel_size")
     return {name: value for name in names if (value := getattr(args, name, None)) is not None}
+
+
+def output_directory(path: str) -> Path:
+    """The directory of --output, which must be new or empty."""
+    directory = Path(path)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InputError(f"--output {directory}: exists already; give a directory that is new or empty")
+    return directory
 
 
 def integer(option: str) -> Callable[[str], int]:

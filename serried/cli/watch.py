@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from serried import _native
 from serried.bench.membw import read_bandwidth
 from serried.engine.llm import LLM
 from serried.engine.outputs import Delta
+from serried.machine import available_memory
+
+LOOKS = 5  # at the memory's speed, of which the best counts
 
 
 class Watch:
@@ -40,16 +44,38 @@ class Watch:
         """Tokens a second after the first; 0 where there was but one."""
         return self._tokens / self._elapsed if self._tokens else 0.0
 
-    def line(self) -> str:
-        """Tokens a second, the fraction of the memory's speed, the share of time in collectives."""
+    def line(self, limit: float | None = None) -> str:
+        """Tokens a second, the fraction of the memory's speed, the share of time in collectives.
+
+        limit: the memory's speed in bytes a second, where it has been measured already.
+        """
         if not self._tokens:
             return "1 token"
-        read = self._llm.executor.worker.weight_bytes_per_step * self._steps / self._elapsed
         config = self._llm.config
-        limit = read_bandwidth(min(config.threads * config.tensor_parallel_size, 64))
-        read *= config.tensor_parallel_size
+        read = self._weight_bytes() * self._steps / self._elapsed
+        limit = limit or memory_speed(config.threads * config.tensor_parallel_size)
         return (
             f"{self.tokens_per_s:.1f} tokens/s after the first, weights read at {read / 1e9:.1f} GB/s = "
             f"{read / limit:.0%} of the memory's {limit / 1e9:.1f} GB/s, "
             f"{self._in_collectives / self._elapsed:.0%} of the time in collectives (tp {config.tensor_parallel_size})"
         )
+
+    def _weight_bytes(self) -> float:
+        """Bytes of weights that a step of all ranks reads: rank 0's, times what all hold for what it holds."""
+        executor = self._llm.executor
+        held = [rank.parameters for rank in executor.ranks]
+        return executor.worker.weight_bytes_per_step * sum(held) / held[0]
+
+
+def memory_speed(threads: int) -> float:
+    """Bytes per second that so many threads read together: the best of some looks, by the kernels' own way to read.
+
+    Without the extension, or the memory that it takes: by NumPy's, which is slower.
+    """
+    if _native.available():
+        from serried.bench.limits import READ_BYTES, Limits
+
+        if available_memory() > 2 * READ_BYTES:
+            limits = Limits(threads)
+            return max(limits.read() for _ in range(LOOKS))
+    return read_bandwidth(min(threads, 64), repeats=LOOKS)
