@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from tiny_gguf import write_gguf
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -31,6 +31,27 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+LOCAL = {  # Gemma 3: layers that see everything, and layers with a window
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+
+
+def longrope(pairs: int, **more: Any) -> dict[str, Any]:
+    """Phi-3's RoPE, each pair of columns with factors of its own."""
+    short = [1.0 + 0.05 * i for i in range(pairs)]
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": short,
+        "long_factor": [2.0 + 3 * factor for factor in short],
+        **more,
+    }
+
+
 BASE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 160,
@@ -68,9 +89,38 @@ class Spec:
     tokenizer: bool = False
 
 
+CLASSES = {  # of transformers, by family
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3Text",
+    "phi3": "Phi3",
+}
+
+
 def _heads(query: int, kv: int, head_dim: int, **more: Any) -> dict[str, Any]:
     return {"num_attention_heads": query, "num_key_value_heads": kv, "head_dim": head_dim, **more}
 
+
+_GEMMA2 = {  # caps that bite
+    "num_hidden_layers": 3,
+    "sliding_window": 7,
+    "query_pre_attn_scalar": 20,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+}
+_GEMMA3 = {
+    "num_hidden_layers": 4,
+    "sliding_window": 6,
+    "sliding_window_pattern": 3,
+    "query_pre_attn_scalar": 30,
+}
+_CAPPED = {"final_logit_softcapping": 3.0}
+_LONGROPE = _heads(
+    *(4, 2, 32), hidden_size=128, max_position_embeddings=256, original_max_position_embeddings=64, vocab_size=299
+)
 
 SPECS: dict[str, Spec] = {
     "llama-tied": Spec(config={"tie_word_embeddings": True}),
@@ -92,15 +142,92 @@ SPECS: dict[str, Spec] = {
     "qwen3-untied": Spec("qwen3", _heads(6, 1, 16, vocab_size=333, intermediate_size=129)),
     "qwen3-mha": Spec("qwen3", _heads(3, 3, 32, hidden_size=80, rope_parameters=LLAMA3)),
     "qwen3-bias": Spec("qwen3", _heads(4, 4, 16, attention_bias=True)),
+    "llama-linear": Spec(config={"rope_parameters": LINEAR}),
+    "llama-yarn": Spec(config={"rope_parameters": YARN}),
+    "llama-yarn-edges": Spec(
+        config=_heads(
+            *(3, 1, 32), rope_parameters={**YARN, "beta_fast": 20, "beta_slow": 0.3, "mscale": 0.7, "truncate": False}
+        )
+    ),
+    "llama-yarn-scales": Spec(config={"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}}),
+    "llama-yarn-factor": Spec(config={"rope_parameters": {**YARN, "attention_factor": 1.1}}),
+    "mistral-window": Spec("mistral", _heads(6, 3, 24, sliding_window=9)),
+    "mistral-whole": Spec("mistral", {"sliding_window": None, "rope_parameters": LINEAR, "intermediate_size": 97}),
+    "qwen2": Spec("qwen2", _heads(7, 1, 16, vocab_size=257)),
+    "qwen2-window": Spec(
+        "qwen2",
+        _heads(4, 4, 16, use_sliding_window=True, sliding_window=11, max_window_layers=1, rope_parameters=YARN),
+    ),
+    "qwen3-window": Spec(
+        "qwen3",
+        _heads(
+            *(4, 2, 24), use_sliding_window=True, sliding_window=6, layer_types=["sliding_attention", "full_attention"]
+        ),
+    ),
+    "gemma2": Spec("gemma2", {**_GEMMA2, **_heads(6, 2, 20, vocab_size=301, hidden_size=72)}),
+    "gemma2-bias": Spec("gemma2", {**_GEMMA2, "attention_bias": True, "final_logit_softcapping": None}),
+    "gemma3": Spec("gemma3", {**_GEMMA3, **_heads(4, 1, 32, rope_parameters=LOCAL), **_CAPPED}),
+    "gemma3-default": Spec("gemma3", {**_GEMMA3, **_heads(6, 3, 24), "attn_logit_softcapping": 0.1}),
+    "gemma3-untied": Spec("gemma3", {**_GEMMA3, "tie_word_embeddings": False, "vocab_size": 299}),
+    "phi3": Spec("phi3", _heads(6, 2, 16, sliding_window=13, vocab_size=299)),
+    "phi3-partial": Spec("phi3", _heads(3, 3, 32, partial_rotary_factor=0.75, tie_word_embeddings=True)),
+    # Of these RoPE depends on the longest sequence.
+    "longest-dynamic": Spec(config={"rope_parameters": DYNAMIC, "max_position_embeddings": 64}),
+    "longest-phi3": Spec("phi3", {**_LONGROPE, "rope_parameters": longrope(16)}),
+    "longest-phi3-partial": Spec(
+        "phi3",
+        {**_LONGROPE, "rope_parameters": longrope(12, attention_factor=1.2), "partial_rotary_factor": 0.75},
+    ),
     # For splits: heads of 32 columns are units by themselves.
     "split-5": Spec(config=_heads(5, 5, 32, intermediate_size=40, vocab_size=100)),
     "split-9-3": Spec("qwen3", _heads(9, 3, 32, intermediate_size=600, tie_word_embeddings=True, vocab_size=449)),
     "split-4-1": Spec(config=_heads(4, 1, 32, attention_bias=True, mlp_bias=True, intermediate_size=300)),
+    "split-mistral": Spec("mistral", _heads(8, 8, 32, sliding_window=9, vocab_size=32001, intermediate_size=417)),
+    "split-qwen2": Spec("qwen2", _heads(7, 7, 32, vocab_size=151665, intermediate_size=353)),
+    "split-qwen3": Spec(
+        "qwen3",
+        _heads(
+            *(6, 6, 32),
+            use_sliding_window=True,
+            sliding_window=11,
+            max_window_layers=1,
+            vocab_size=49159,
+            intermediate_size=161,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "split-gemma2": Spec("gemma2", {**_GEMMA2, **_heads(8, 4, 32, vocab_size=32001, intermediate_size=225)}),
+    "split-gemma3": Spec(
+        "gemma3",
+        {**_GEMMA3, **_heads(5, 1, 32, vocab_size=49159, intermediate_size=163, rope_parameters=LOCAL), **_CAPPED},
+    ),
+    "split-phi3": Spec("phi3", _heads(6, 2, 32, sliding_window=13, vocab_size=32001, intermediate_size=417)),
+    "split-phi3-partial": Spec(
+        "phi3", _heads(9, 3, 32, vocab_size=32001, intermediate_size=289, partial_rotary_factor=0.75)
+    ),
     "split-text": Spec(config=_heads(4, 2, 32, tie_word_embeddings=True), tokenizer=True),
     # For GGUF: rows are whole blocks of 32.
     "gguf-llama": Spec(config=_heads(6, 2, 32, hidden_size=96, intermediate_size=224, vocab_size=300)),
     "gguf-rope3": Spec(config=_heads(4, 2, 16, rope_parameters=LLAMA3, tie_word_embeddings=True)),
     "gguf-qwen3": Spec("qwen3", _heads(4, 2, 24, hidden_size=96, tie_word_embeddings=True)),
+    "gguf-linear": Spec(config=_heads(4, 2, 16, rope_parameters=LINEAR)),
+    "gguf-mistral": Spec("mistral", _heads(4, 1, 16, sliding_window=None)),
+    "gguf-qwen2": Spec("qwen2", _heads(6, 2, 16, hidden_size=96, rope_parameters=YARN)),
+    "gguf-gemma2": Spec("gemma2", {**_GEMMA2, **_heads(4, 2, 24, hidden_size=96), "query_pre_attn_scalar": 24}),
+    "gguf-gemma3": Spec(
+        "gemma3",
+        {
+            **_GEMMA3,
+            **_heads(4, 1, 32, rope_parameters={**LOCAL, "sliding_attention": {"rope_theta": 10000.0}}),
+            "query_pre_attn_scalar": 32,
+            "num_hidden_layers": 7,
+            "sliding_window_pattern": 6,
+        },
+    ),
+    "gguf-phi3": Spec("phi3", _heads(4, 2, 16, sliding_window=13)),
+    "gguf-longest-phi3": Spec(
+        "phi3", {**_LONGROPE, "rope_parameters": longrope(12), "partial_rotary_factor": 0.75, "intermediate_size": 96}
+    ),
 }
 
 
@@ -135,17 +262,28 @@ class Models:
         path = self.copy(name, to)
         with edited_json(path / "config.json") as config:
             rope = config.pop("rope_parameters")
+            if "sliding_attention" in rope:
+                config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+                rope = rope["full_attention"]
             config["rope_theta"] = rope.pop("rope_theta")
             kind = rope.pop("rope_type")
             config["rope_scaling"] = None if kind == "default" else {key: kind, **rope}
         return path
 
     def gguf(self, name: str, kind: str = "F32") -> Path:
-        """A GGUF file, with its matrices in a type of block (F32, F16, Q8_0)."""
+        """A GGUF file, with its matrices in a type of block (F32, F16, Q8_0, ...), or MIXED: each in its own."""
         path = self.root / f"{name}-{kind}.gguf"
         if not path.exists():
-            _write_gguf(path, self.model(name), SPECS[name], kind)
+            write_gguf(path, self.model(name), SPECS[name].family, kind)
         return path
+
+    def split_gguf(self, name: str, kind: str = "F32", tensors: int = 8) -> Path:
+        """The first of the files of a split model, so many tensors in each."""
+        if not (found := sorted(self.root.glob(f"{name}-{kind}-00001-of-*.gguf"))):
+            path = self.root / f"{name}-{kind}.gguf"
+            write_gguf(path, self.model(name), SPECS[name].family, kind, split_max_tensors=tensors)
+            found = sorted(self.root.glob(f"{name}-{kind}-00001-of-*.gguf"))
+        return found[0]
 
 
 @contextmanager
@@ -158,20 +296,20 @@ def edited_json(path: Path) -> Iterator[dict[str, Any]]:
 
 def _build(name: str, spec: Spec) -> Any:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
-    make_config, make_model = kinds[spec.family]
-    # transformers refuses to make a Llama whose hidden size its heads do not divide, but runs the ones that exist.
-    LlamaConfig.__class_validators__ = [v for v in LlamaConfig.__class_validators__ if "architecture" not in v.__name__]
+    make_config = getattr(transformers, f"{CLASSES[spec.family]}Config")
+    make_model = getattr(transformers, f"{CLASSES[spec.family].removesuffix('Text')}ForCausalLM")
+    # transformers refuses to make a model whose hidden size its heads do not divide, but runs the ones that exist.
+    make_config.__class_validators__ = [v for v in make_config.__class_validators__ if "architecture" not in v.__name__]
     torch.manual_seed(zlib.crc32(name.encode()))  # of its own: a model more or less changes no other
     model = make_model(make_config(**{**BASE, **spec.config}))
     with torch.no_grad():
         for key, value in model.named_parameters():
-            _fill(key, value)
+            fill(key, value, 0.0 if spec.family.startswith("gemma") else 1.0)
     return in_dtype(model, spec.dtype)
 
 
@@ -186,12 +324,12 @@ def in_dtype(model: Any, dtype: str) -> Any:
     return model
 
 
-def _fill(name: str, value: Any) -> None:
-    """Random biases and norms too (transformers would leave them 0 and 1), and matrices that keep the scale."""
+def fill(name: str, value: Any, norm: float) -> None:
+    """Random biases and norms too (transformers would leave them 0 and `norm`), and matrices that keep the scale."""
     if value.ndim == 1:
         value.normal_(0.0, 0.25)
         if "norm" in name:
-            value.add_(1.0)
+            value.add_(norm)
     else:
         value.normal_(0.0, value.shape[1] ** -0.5)
 
@@ -211,98 +349,3 @@ def write_tokenizer(path: Path, vocab_size: int) -> None:
     tokenizer.save(str(path / "tokenizer.json"))
     config = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[2], "chat_template": CHAT}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def _gguf_name(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if stem in _TOP:
-        return f"{_TOP[stem]}.{kind}"
-    _, _, layer, module = stem.split(".", 3)
-    return f"blk.{layer}.{_LAYER[module]}.{kind}"
-
-
-def _permuted(weight: Any, heads: int) -> Any:
-    """The rows of q or k as convert_hf_to_gguf.py orders them for the Llama architecture."""
-    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
-    return halves.swapaxes(1, 2).reshape(weight.shape)
-
-
-def _write_gguf(path: Path, model: Any, spec: Spec, kind: str) -> None:
-    import gguf
-
-    config = model.config
-    writer = gguf.GGUFWriter(path, spec.family)
-    _write_metadata(writer, config)
-    factors = rope_factors(model)
-    if factors is not None:
-        writer.add_tensor("rope_freqs.weight", factors)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        values = tensor.float().numpy()
-        if spec.family == "llama" and ("q_proj" in name or "k_proj" in name):
-            values = _permuted(values, config.num_attention_heads if "q_" in name else config.num_key_value_heads)
-        stored = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
-        writer.add_tensor(_gguf_name(name), gguf.quants.quantize(values, stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _write_metadata(writer: Any, config: Any) -> None:
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_file_type(0)
-    _write_vocabulary(writer, config.vocab_size)
-
-
-def _write_vocabulary(writer: Any, size: int) -> None:
-    """The 256 bytes, one merge, and unused tokens up to the size."""
-    from tokenizers import pre_tokenizers
-
-    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens.append(tokens[0] + tokens[1])
-    spare = [f"[PAD{i}]" for i in range(len(tokens), size)]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([*tokens, *spare])
-    writer.add_token_types([1] * len(tokens) + [5] * len(spare))
-    writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
-    writer.add_eos_token_id(2)
-
-
-def rope_factors(model: Any) -> Any:
-    """What llama.cpp divides each RoPE frequency by, as transformers scales them; None where it does not."""
-    rope = model.config.rope_parameters
-    if rope["rope_type"] == "default":
-        return None
-    dim = model.config.head_dim
-    plain = rope["rope_theta"] ** -(np.arange(0, dim, 2, dtype=np.float32) / dim)
-    return (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from serried.bench.forward import decode_flops, prefill_flops
 from serried.bench.steps import BenchEngine, Layout
 from serried.cli.main import main
 from serried.config import EngineConfig
+from serried.engine.worker import Worker
 from serried.errors import InputError
+from serried.models.decoder import Decoder
 from serried.models.registry import open_model
 
 pytestmark = pytest.mark.skipif(not _native.available(), reason="Serried was installed without its extension")
@@ -110,6 +113,15 @@ def test_decode(path: Path, capfd: Captured, dtype: str) -> None:
     assert_consistent(run, 3, run["bytes_per_step"], 3 * (2 * (2 * LAYER + HEAD) + 4 * 2 * 288 * 40))
 
 
+@pytest.mark.parametrize(("quantization", "bits"), [("int8", 8.5), ("int4", 5)])
+def test_decode_with_quantized_weights(path: Path, capfd: Captured, quantization: str, bits: float) -> None:
+    """Bytes are what the weights were loaded in: int4 leaves the embedding in int8."""
+    run = bench(capfd, "decode", path, "--context", 40, "--threads-per-rank", 1, "--quantization", quantization)
+    assert (run["dtype"], run["quantization"]) == ("bfloat16", quantization)
+    assert run["bytes_per_step"] == 2 * LAYER * bits / 8 + HEAD * 8.5 / 8 + 40 * KV_BYTES
+    assert_consistent(run, 1, run["bytes_per_step"], 2 * (2 * LAYER + HEAD) + 4 * 2 * 288 * 40)
+
+
 def test_prefill(path: Path, capfd: Captured) -> None:
     run = bench(capfd, "prefill", path, "--input-len", 50, "--threads-per-rank", 2)
     assert set(run) >= PREFILL
@@ -167,9 +179,14 @@ def test_membw(capfd: Captured) -> None:
     assert all(run["best_gbps"] >= run["membw_gbps"] for run in document["runs"])
 
 
-def test_kernels(path: Path, capfd: Captured) -> None:
-    document = bench(capfd, "kernels", path, "--threads-per-rank", 1)
+FORMATS = {"none": ["bfloat16"] * 5, "int8": ["int8"] * 5, "int4": ["int4_min"] * 4 + ["int8"]}
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_kernels(path: Path, capfd: Captured, quantization: str) -> None:
+    document = bench(capfd, "kernels", path, "--threads-per-rank", 1, "--quantization", quantization)
     assert_sound(document)
+    assert [run["format"] for run in document["runs"]] == FORMATS[quantization]
     sizes = {run["kernel"]: (run["outputs"], run["inputs"], run["leaves"]) for run in document["runs"]}
     assert sizes == {
         "qkv_proj": (480, 64, 1),
@@ -180,6 +197,12 @@ def test_kernels(path: Path, capfd: Captured) -> None:
     }
     for run in document["runs"]:
         assert (run["fraction_exactness_costs"] is not None) == (run["leaves"] > 1)
+
+
+def test_kernels_in_the_formats_of_a_file(tiny: Models, capfd: Captured) -> None:
+    """Its own, unless the user says otherwise."""
+    document = bench(capfd, "kernels", tiny.gguf("gguf-qwen3", "Q8_0"), "--threads-per-rank", 1)
+    assert [run["format"] for run in document["runs"]] == ["int8"] * 5
 
 
 @pytest.mark.parametrize("ranks", [(2,), (3, 2)])
@@ -209,9 +232,11 @@ def test_tables(path: Path, capfd: Captured) -> None:
     ("words", "said"),
     [
         ([], ["KIND"]),
-        (["speed"], ["speed", "membw, allreduce, kernels, decode, prefill"]),
+        (["speed"], ["speed", "membw, allreduce, kernels, decode, prefill, peers, quality"]),
         (["decode"], ["MODEL"]),
         (["kernels"], ["MODEL"]),
+        (["decode", "demo", "qwen3-0.6b"], ["demo qwen3-0.6b", "one MODEL"]),
+        (["decode", "PATH", "--quantization", "int3"], ["--quantization int3"]),
         (["prefill", "no-such-model"], ["no-such-model"]),
         (["decode", "qwen3-0.6b"], ["--load-format dummy"]),
         (["decode", "PATH", "--rounds", "0"], ["--rounds 0"]),
@@ -266,9 +291,18 @@ VOCAB_WEIGHTS = 151_936 * 1024
 
 def engine(tp: int, dtype: str = "bfloat16", sequences: int = 1) -> BenchEngine:
     """No ranks, just what is asked about them."""
+    config = EngineConfig.create("qwen3-0.6b", tensor_parallel_size=tp, dtype=dtype)
     made = BenchEngine.__new__(BenchEngine)
-    made.config = EngineConfig.create("qwen3-0.6b", tensor_parallel_size=tp, dtype=dtype)
+    made.config = config
     made.model = open_model("qwen3-0.6b").config
+    ranks = []
+    for rank in range(tp):
+        worker = Worker.__new__(Worker)
+        worker.config = config
+        comm: Any = SimpleNamespace(rank=rank, size=tp)
+        worker.model = Decoder(made.model, made.model.partition(config.weights), comm, 1)
+        ranks.append(SimpleNamespace(weight_bytes=worker.weight_bytes_per_step))
+    made.executor = SimpleNamespace(ranks=ranks)  # type: ignore[assignment]
     made.requests = [None] * sequences  # type: ignore[list-item]
     return made
 

@@ -17,7 +17,7 @@ from ranks import Watch
 from tiny_models import TEXT, Models
 
 from serried import LLM, SamplingParams
-from serried.cli import init
+from serried.cli import init, watch
 from serried.cli.main import main
 from serried.models import registry
 from serried.models.registry import open_model
@@ -65,8 +65,10 @@ def test_json_and_the_stream_say_the_same(path: Path, capfd: Captured) -> None:
     words = [TEXT[0], "--max-tokens", 20, "--ignore-eos"]
     ran = generate(capfd, path, *words, "--json")
     (output,) = ran.document["outputs"]
-    assert set(output) == {"text", "token_ids", "finish_reason", "logprobs"}
+    assert {"text", "token_ids", "finish_reason", "logprobs"} <= set(output)
     assert (len(output["token_ids"]), output["finish_reason"], output["logprobs"]) == (20, "length", None)
+    assert (output["prompt_index"], output["index"], output["stop_reason"]) == (0, 0, None)
+    assert ran.document["prompt_logprobs"] == [None]
     usage = ran.document["usage"]
     assert usage["completion_tokens"] == 20
     assert usage["total_tokens"] == usage["prompt_tokens"] + 20
@@ -138,6 +140,80 @@ def test_stop_and_sampling(path: Path, capfd: Captured) -> None:
     assert ended["token_ids"] == whole["token_ids"][: whole["token_ids"].index(whole["token_ids"][3]) + 1]
 
 
+def test_every_sampling_option(path: Path, capfd: Captured) -> None:
+    """What comes out is what LLM gives with the same parameters; and each option makes a difference to it."""
+    words: dict[str, list[Any]] = {
+        "--temperature": [0.9],
+        "--top-k": [50],
+        "--top-p": [0.97],
+        "--min-p": [0.02],
+        "--presence-penalty": [-1.5],
+        "--frequency-penalty": [1.25],
+        "--repetition-penalty": [1.3],
+        "--logit-bias": ["5:-3,7:2.5,2:40"],
+        "--allowed-token-ids": [",".join(map(str, range(2, 300, 2)))],
+        "--bad-words": ["a"],
+        "--min-tokens": [5],
+        "--max-tokens": [9],
+    }
+    flat = [each for option, value in words.items() for each in (option, *value)]
+    ask = ["--prompt-ids", "4,5,6,7,8,9", "--seed", 3, "--json"]
+    given = generate(capfd, path, *ask, *flat, "--n", 2).document["outputs"]
+    params = SamplingParams(
+        temperature=0.9, top_k=50, top_p=0.97, min_p=0.02, presence_penalty=-1.5, frequency_penalty=1.25,
+        repetition_penalty=1.3, logit_bias={5: -3, 7: 2.5, 2: 40}, allowed_token_ids=range(2, 300, 2), bad_words=["a"],
+        min_tokens=5, max_tokens=9, n=2, seed=3,
+    )  # fmt: skip
+    llm = LLM(str(path), dtype="float32", backend="torch", threads_per_rank=1)
+    answers = llm.generate([[4, 5, 6, 7, 8, 9]], params)[0].outputs
+    assert [each["token_ids"] for each in given] == [answer.token_ids for answer in answers]
+    assert [(each["index"], each["text"]) for each in given] == [(answer.index, answer.text) for answer in answers]
+    assert [len(each["token_ids"]) for each in given] == [6, 6]  # min_tokens, then the end token with its bias
+
+
+def test_logprobs_in_json(path: Path, capfd: Captured) -> None:
+    words = ["--prompt-ids", "4,5,6", "--prompt-ids", "7", "--max-tokens", 3, "--ignore-eos"]
+    ran = generate(capfd, path, *words, "--logprobs", 2, "--prompt-logprobs", 1, "--json")
+    llm = LLM(str(path), dtype="float32", backend="torch", threads_per_rank=1)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    outputs = llm.generate([[4, 5, 6], [7]], params)
+    for output, given, prompt in zip(outputs, ran.document["outputs"], ran.document["prompt_logprobs"], strict=True):
+        (answer,) = output.outputs
+        assert given["logprobs"] == as_json(answer.logprobs)
+        assert given["cumulative_logprob"] == answer.cumulative_logprob
+        assert prompt == as_json(output.prompt_logprobs)
+        assert prompt[0] is None
+    generate(capfd, path, *words, "--logprobs", 2).refused("--logprobs", "--json")
+
+
+def as_json(logprobs: Any) -> list[Any]:
+    return [
+        entries
+        and [
+            {"token_id": token, "token": each.decoded_token, "logprob": each.logprob, "rank": each.rank}
+            for token, each in entries.items()
+        ]
+        for entries in logprobs
+    ]
+
+
+def test_several_answers_are_numbered(path: Path, capfd: Captured) -> None:
+    words = [TEXT[0], "--raw", "--temperature", 1, "--seed", 5, "--n", 2, "--max-tokens", 4, "--ignore-eos"]
+    first, second = texts(generate(capfd, path, *words, "--json"))
+    shown = generate(capfd, path, *words)
+    assert f"[0.0] {TEXT[0]}\n{first}\n" in shown.out
+    assert f"[0.1] {TEXT[0]}\n{second}\n" in shown.out
+
+
+def test_what_stays_in_the_text(path: Path, capfd: Captured) -> None:
+    words = ["--prompt-ids", "4,5,6", "--ignore-eos", "--max-tokens", 2, "--logit-bias", "2:100", "--json"]
+    assert texts(generate(capfd, path, *words)) == [""]
+    assert texts(generate(capfd, path, *words, "--no-skip-special-tokens")) == ["<|im_end|>" * 2]
+    stopped = [*words, "--no-skip-special-tokens", "--stop", "_end|"]
+    assert texts(generate(capfd, path, *stopped)) == ["<|im"]
+    assert texts(generate(capfd, path, *stopped, "--include-stop-str-in-output")) == ["<|im_end|"]
+
+
 def test_options_between_the_model_and_the_prompt(path: Path, capfd: Captured) -> None:
     """`serried generate MODEL -tp 2 PROMPT` is what people type."""
     ran = generate(capfd, path, "--max-tokens", 3, "--raw", "--ignore-eos", "--json", TEXT[0])
@@ -167,10 +243,25 @@ def test_a_model_without_a_tokenizer_shows_ids(tiny: Models, capfd: Captured) ->
         (["x", "--top-p", "0"], ["top_p"]),
         (["x", "--max-tokens", "0"], ["max_tokens"]),
         (["x", "--stop", ""], ["stop"]),
-        (["x", "--stop-token-ids", "999"], ["999"]),
+        (["x", "--stop-token-ids", "999"], ["stop_token_ids", "999", "320"]),
+        (["x", "--allowed-token-ids", "5,320"], ["allowed_token_ids", "320"]),
+        (["x", "--logit-bias", "320:1"], ["logit_bias", "320"]),
+        (["x", "--logit-bias", "5"], ["--logit-bias 5", "12:-5,40:2.5"]),
+        (["x", "--logit-bias", "5:1,5:2"], ["--logit-bias 5:1,5:2", "twice"]),
+        (["x", "--logit-bias", "5:nan"], ["logit_bias", "nan", "-100 to 100"]),
+        (["x", "--min-p", "2"], ["min_p", "0 to 1"]),
+        (["x", "--presence-penalty", "nan"], ["presence_penalty", "-2 to 2"]),
+        (["x", "--frequency-penalty", "x"], ["--frequency-penalty x", "number"]),
+        (["x", "--repetition-penalty", "-1"], ["repetition_penalty", "above 0"]),
+        (["x", "--bad-words", ""], ["bad_words"]),
+        (["x", "--n", "2"], ["n: 2", "temperature"]),
+        (["x", "--n", "9" * 30, "--temperature", "1"], ["n: 9999", "1 to 1024"]),
+        (["x", "--min-tokens", "200"], ["min_tokens: 200", "max_tokens"]),
+        (["x", "--logprobs", "-1"], ["logprobs: -1"]),
+        (["x", "--prompt-logprobs", "9999"], ["prompt_logprobs: 9999", "1000"]),
         (["x", "--seed", "-3"], ["seed"]),
         (["x", "--dtype", "float16"], ["--dtype float16", "bfloat16, float32"]),
-        (["x", "--frequency-penalty", "1"], ["--frequency-penalty"]),
+        (["x", "--frequency-penalties", "1"], ["--frequency-penalties", "did you mean --frequency-penalty"]),
         (["x", "--kv-cache-memory", "9"], ["--kv-cache-memory 9", "too small"]),
     ],
 )
@@ -272,6 +363,31 @@ def test_an_interrupt_while_generating(path: Path) -> None:
     assert process.returncode == 130, errors.decode()
     assert b"Traceback" not in errors
     assert not watch.survivors(5)
+
+
+def test_the_memorys_speed_is_the_best_of_some_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernels' own way to read where they are built, and where the memory for that is there."""
+    if not watch._native.available():
+        pytest.skip("Serried was installed without its extension")
+    from serried.bench import limits
+
+    looks = iter([3.0, 9.0, 5.0, 4.0, 1.0, 100.0])
+    monkeypatch.setattr(limits, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(limits.Limits, "read", lambda self: next(looks))
+    assert watch.memory_speed(2) == 9.0
+    monkeypatch.setattr(watch, "available_memory", lambda: 1 << 20)
+    monkeypatch.setattr(watch, "read_bandwidth", lambda threads, repeats: 7.0 * threads)
+    assert watch.memory_speed(2) == 14.0
+
+
+def test_all_ranks_weights_are_counted(tiny: Models) -> None:
+    """Ranks of different size: what they read together is what one rank reads alone."""
+    path, options = str(tiny.directory("split-9-3")), {"dtype": "float32", "backend": "torch", "threads_per_rank": 1}
+    with LLM(path, **options) as one, LLM(path, 2, tp_weights=(3, 1), **options) as two:
+        alone, together = (watch.Watch(llm)._weight_bytes() for llm in (one, two))
+        assert alone == one.executor.worker.weight_bytes_per_step
+        # Norms, and KV heads that both hold, are counted for each.
+        assert alone <= together < 1.1 * alone
 
 
 def test_the_demo_model_answers(capfd: Captured) -> None:

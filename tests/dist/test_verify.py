@@ -20,9 +20,9 @@ from serried.parallel.partition import ModelPartition
 
 RUN_KEYS = {
     "tp", "ranks", "all_reduces_prefill", "collective_bytes_prefill", "max_abs_logit_diff", "bitwise_equal",
-    "tokens_equal", "tokens", "max_abs_diff_reference", "logit_std",
+    "tokens_equal", "tokens", "max_abs_diff_reference", "rms_share_reference", "logit_std",
 }  # fmt: skip
-RANK_KEYS = {"parameters", "query_heads", "kv_heads", "peak_rss_bytes"}
+RANK_KEYS = {"parameters", "query_heads", "kv_heads", "peak_rss_bytes", "weight_bytes"}
 FLOAT32 = ("--dtype", "float32", "--backend", "torch", "--threads-per-rank", "1", "--json")
 
 
@@ -187,7 +187,7 @@ def test_a_damaged_checkpoint(tiny: Models, damage: str, tmp_path: Path, capfd: 
         weights.write_bytes(weights.read_bytes()[:-100])
     elif damage == "unknown-key":
         with edited_json(path / "config.json") as config:
-            config["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+            config["rope_parameters"] = {"rope_type": "spiral", "rope_theta": 1e4, "factor": 2.0}
     else:
         weights.unlink()
     file = {"short": "model.safetensors", "unknown-key": "config.json", "no-file": str(path)}[damage]

@@ -19,47 +19,26 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import engine_helpers
 import pytest
+from engine_helpers import PROMPTS, SAMPLED, among_others, processes, sampled, tokens
 from ranks import Watch
 from tiny_models import Models
 
 from serried import LLM, SamplingParams, _native
-from serried.engine import choice, executor, sampler
+from serried.engine import choice, executor, sampler, wants
 from serried.errors import InputError, RankFailed
 from serried.parallel import launch
-from serried.parallel.launch import RankProcesses
 
 ROOT = Path(__file__).parents[2]
 ISAS = _native.core.cpu_isas() if _native.available() else ["none"]
 # 5 heads with an MLP and a vocabulary of two units each, so that at TP = 3 a rank has none of them; 9 heads on 3.
 MODELS = ("split-5", "split-9-3")
 SIZES, TORCH = (1, 2, 3), 0
-PROMPTS = [[int(i) for i in np.random.default_rng(n).integers(0, 100, n)] for n in (23, 4, 61, 1)]
-GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-SAMPLED = {
-    "temperature": {"temperature": 0.8},
-    "top_k": {"temperature": 0.8, "top_k": 20},
-    "top_p": {"temperature": 0.8, "top_p": 0.9},
-    "all": {"temperature": 1.3, "top_k": 50, "top_p": 0.8},
-}
 
 
 def open_llm(path: Path, tp: int, **options: Any) -> LLM:
-    settings = {"dtype": "float32", "backend": "native", "block_size": 16, "threads_per_rank": 1}
-    return LLM(str(path), tp, **{**settings, "max_num_batched_tokens": 19, **options})
-
-
-def processes(llm: LLM) -> RankProcesses:
-    return llm.executor.processes  # type: ignore[attr-defined]
-
-
-def tokens(llm: LLM, prompts: Any, params: SamplingParams = GREEDY) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-
-
-def sampled(kind: str, seed: int = 11, **more: Any) -> SamplingParams:
-    return SamplingParams(**{**SAMPLED[kind], "seed": seed, "max_tokens": 12, "ignore_eos": True, **more})
+    return engine_helpers.open_llm(path, tp, **{"backend": "native", **options})
 
 
 # --- The same tokens everywhere ---
@@ -94,21 +73,8 @@ def test_a_seeded_request(engines: dict[int, LLM], kind: str) -> None:
     (wanted,) = tokens(engines[1], PROMPTS[0], sampled(kind))
     for llm in engines.values():
         assert tokens(llm, PROMPTS[0], sampled(kind)) == [wanted]
-        assert among_others(llm, sampled(kind)) == wanted
+        assert [new.token for new in among_others(llm, sampled(kind))] == wanted
     assert tokens(engines[1], PROMPTS[0], sampled(kind, seed=12)) != [wanted]
-
-
-def among_others(llm: LLM, params: SamplingParams) -> list[int]:
-    """The tokens of a request that shares its steps with others, before and behind it."""
-    core = llm.core
-    core.add(PROMPTS[1], SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True))
-    core.add(PROMPTS[2], SamplingParams(temperature=0.7, top_k=9999999, max_tokens=5, seed=11))
-    request = core.add(PROMPTS[0], params)
-    core.add(PROMPTS[0], SamplingParams(temperature=0, max_tokens=9))
-    core.add(PROMPTS[3], SamplingParams(temperature=9.0, top_p=0.99, max_tokens=9))
-    while not core.idle:
-        core.step()
-    return request.output
 
 
 def test_top_p_asks_for_more_candidates(engines: dict[int, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +92,7 @@ def test_top_p_asks_for_more_candidates(engines: dict[int, LLM], monkeypatch: py
         found[tp] = tokens(llm, PROMPTS[0], params)
         counts[tp] = len(rounds)
     assert counts[1] > params.max_tokens, "the first candidates sufficed: the test tests nothing"
-    monkeypatch.setattr(sampler, "FIRST_CANDIDATES", 1 << 20)
+    monkeypatch.setattr(wants, "FIRST_CANDIDATES", 1 << 20)
     rounds.clear()
     assert tokens(engines[1], PROMPTS[0], params) == found[1]
     assert len(rounds) == params.max_tokens

@@ -21,20 +21,37 @@ from serried.models.registry import open_model
 from serried.sampling_params import SamplingParams
 
 LENGTHS = (1, 7, 33, 64, 5, 90, 31, 32)  # prompts of a batch of eight: across blocks of 32 and of 16 positions
-MODELS = ("llama-uneven", "qwen3-uneven", "qwen3-mha")
+# 9 heads on 2 ranks; heads of 32; a hidden size of two and a half groups. MLPs and vocabularies of odd sizes.
+PLAIN = [(m, d, None) for m in ("llama-uneven", "qwen3-uneven", "qwen3-mha") for d in ("float32", "bfloat16")]
+QUANTIZED = [
+    ("llama-uneven", "bfloat16", "int8"),
+    ("qwen3-uneven", "bfloat16", "int4"),
+    ("qwen3-mha", "float32", "int4"),
+]
 DTYPES = ("float32", "bfloat16")
+# Every family, with 1 to 8 KV heads, odd vocabularies and odd widths of the MLP.
+FAMILIES = {
+    "split-5": DTYPES[:1],
+    "split-mistral": DTYPES[1:],
+    "split-qwen2": DTYPES[1:],
+    "split-qwen3": DTYPES[:1],
+    "split-gemma2": DTYPES,
+    "split-gemma3": DTYPES,
+    "split-phi3": DTYPES[:1],
+    "split-phi3-partial": DTYPES[1:],
+}
 
 
 @dataclass
 class Engines:
-    """Engines of one model and dtype, by what differs between them."""
+    """Engines of one model, dtype and quantization, by what differs between them."""
 
     engines: dict[str, Executor]
     vocab: int
     alone: dict[int, np.ndarray]
 
 
-def open_engines(path: str, dtype: str, stack: ExitStack) -> Engines:
+def open_engines(path: str, dtype: str, quantization: str | None, stack: ExitStack) -> Engines:
     source = open_model(path)
     variants = {
         "one thread": {"threads_per_rank": 1},
@@ -44,18 +61,19 @@ def open_engines(path: str, dtype: str, stack: ExitStack) -> Engines:
         "tp 2, 3:1": {"tensor_parallel_size": 2, "threads_per_rank": 2, "tp_weights": (3, 1)},
     }
     engines = {}
+    common = {"dtype": dtype, "quantization": quantization, "backend": "native", "max_model_len": 128}
     for name, options in variants.items():
-        config = EngineConfig.create(path, **{"dtype": dtype, "backend": "native", "max_model_len": 128, **options})
+        config = EngineConfig.create(path, **{**common, **options})
         engines[name] = create_executor(config, source)
         stack.callback(engines[name].close)
     return Engines(engines, source.config.vocab_size, {})
 
 
-@pytest.fixture(scope="module", params=[(m, d) for m in MODELS for d in DTYPES], ids="-".join)
+@pytest.fixture(scope="module", params=PLAIN + QUANTIZED, ids=lambda p: "-".join(filter(None, p)))
 def engines(request: pytest.FixtureRequest, tiny: Models):  # type: ignore[no-untyped-def]
-    name, dtype = request.param
+    name, dtype, quantization = request.param
     with ExitStack() as stack:
-        yield open_engines(str(tiny.directory(name)), dtype, stack)
+        yield open_engines(str(tiny.directory(name)), dtype, quantization, stack)
 
 
 def make_requests(executor: Executor, lengths: Sequence[int], vocab: int) -> list[Request]:
@@ -114,6 +132,26 @@ def test_any_batch_in_any_chunks(engines: Engines, lengths: list[int], chunk: in
     executor = engines.engines[variant]
     found = logits_of(executor, make_requests(executor, lengths, engines.vocab), chunk)
     assert all(same_bits(logits, alone(engines, length)) for length, logits in zip(lengths, found, strict=True))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(n, d) for n, dtypes in FAMILIES.items() for d in dtypes])
+def test_every_family_at_every_size(tiny: Models, name: str, dtype: str) -> None:
+    """Prompts longer than the window, whole at TP = 1, in chunks of a batch at the others: the same bits."""
+    path, lengths = str(tiny.directory(name)), (70, 3, 33)
+    found = {}
+    for size, chunk in ((1, 100), (2, 100), (3, 7), (5, 13)):
+        config = EngineConfig.create(
+            path, dtype=dtype, backend="native", max_model_len=128, tensor_parallel_size=size, threads_per_rank=1
+        )
+        executor = create_executor(config, open_model(path))
+        try:
+            vocab = executor.worker.model.config.vocab_size
+            found[size] = logits_of(executor, make_requests(executor, lengths, vocab), chunk)
+        finally:
+            executor.close()
+    assert all(np.isfinite(logits).all() and logits.std() > 0.3 for logits in found[1])
+    for size, logits in found.items():
+        assert all(same_bits(a, b) for a, b in zip(logits, found[1], strict=True)), f"tp {size}"
 
 
 def test_other_prompts_give_other_bits(engines: Engines) -> None:

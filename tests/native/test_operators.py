@@ -1,25 +1,45 @@
 """Every operator of the native backend against the torch backend, for every instruction set of this CPU.
 
-Both run the same forward. An operator's float32 input is an embedding's rows, so values are the same to the bit on
-both sides; `read` makes any handle the forward's result, in float32, without a rounding.
+Both run the same forward: see forwards.py.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
+from forwards import (
+    ALONE,
+    DTYPES,
+    EPS,
+    ISAS,
+    MAX_TOKENS,
+    PLANS,
+    STEPS,
+    TREES,
+    VOCAB,
+    Floats,
+    Forward,
+    Make,
+    OneOf,
+    Ops,
+    assert_close,
+    inputs_of,
+    native,
+    plain_step,
+    read,
+    run,
+    same_bits,
+    tokens_of,
+    zero_padded,
+)
 
-from serried import _native
 from serried.backends import torch as torch_backend
 from serried.backends.base import AttentionSpec, Partial, RopeTable
 from serried.backends.native import NativeBackend
@@ -28,142 +48,10 @@ from serried.backends.torch import TorchBackend
 from serried.kv.cache import CacheShape
 from serried.layers.rope import RopeConfig, rope_table
 from serried.parallel.comm import LocalComm
-from serried.parallel.partition import RowPartition, bisect
-from serried.parallel.reduction import Adds, ReductionPlan, ReductionTree, Span, plan_reduction
-from serried.weights.spec import Parameter, ShardSpec
+from serried.parallel.partition import bisect
+from serried.parallel.reduction import ReductionPlan, Span, plan_reduction
 
-Floats = npt.NDArray[np.float32]
-Forward = Callable[[Any], Any]
-Make = Callable[["Ops"], Forward]
-
-ISAS = _native.core.cpu_isas() if _native.available() else ["none"]
-DTYPES = ("float32", "bfloat16")
-COUNTS = (1, 2, 5, 17, 70)  # tokens of a step
-MAX_TOKENS = 80
-VOCAB = 90
-EPS = 1e-5
 BF16 = 2.0**-8  # one rounding to bfloat16, relative
-
-
-class OneOf(LocalComm):
-    """Says that it is one of several ranks; the others are not there, so nothing may be reduced."""
-
-    algorithm = "one-shot"
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__()
-        self.rank, self.size = rank, size
-
-
-class Ops:
-    """A backend, with random parameters made on it: the same ones (exact in bfloat16) for everyone who asks."""
-
-    def __init__(self, backend: Any) -> None:
-        self.backend = backend
-        self._rng = np.random.default_rng(7)
-
-    def values(self, *shape: int, scale: float = 1.0) -> Floats:
-        values = self._rng.normal(scale=scale, size=shape).astype(ml_dtypes.bfloat16)
-        return values.astype(np.float32)
-
-    def parameter(self, values: Floats, kind: Any = "linear") -> Parameter:
-        parameter = Parameter(ShardSpec.replicated("x", values.shape), kind)
-        destination = self.backend.destination(values.shape, kind)
-        middle = values.shape[0] // 3
-        destination.write(0, values[:middle])
-        destination.write(middle, values[middle:])
-        parameter.value = destination.finish()
-        return parameter
-
-    def linear(self, outputs: int, inputs: int) -> Parameter:
-        return self.parameter(self.values(outputs, inputs, scale=inputs**-0.5))
-
-    def vector(self, size: int) -> Parameter:
-        return self.parameter(self.values(size), "vector")
-
-    def input(self, columns: int, scale: float = 1.0) -> Forward:
-        """A float32 handle [T, columns]: the embeddings of the step's tokens."""
-        weight = self.parameter(self.values(VOCAB, columns, scale=scale), "embedding")
-        return lambda ops: ops.embed(weight, Span(0, VOCAB), LocalComm())
-
-
-def read(ops: Any, x: Any, columns: int) -> Any:
-    """Any handle [T, columns] as the result of a forward: float32 [Q, columns], to the bit."""
-    if isinstance(ops, TorchBackend):
-        return ops.select_rows(x).float().flatten(1)
-    dtype = ops._program.dtype(x)
-    unpadded = ops._program.columns(x, 0, columns, dtype)  # zeros beyond the columns
-    unit = np.eye(columns, dtype=np.float32)
-    identity = Parameter(ShardSpec.replicated("identity", unit.shape), "linear")
-    identity.value = ops._store.linear(columns, columns, dtype)
-    ops._store.write(identity.value, 0, columns, unit.ctypes.data, "float32", columns)
-    return ops.logits(ops.select_rows(unpadded), identity)
-
-
-# --- Steps ---
-
-
-def plain_step(tokens: Sequence[int], rows: Sequence[int] | None = None) -> StepInput:
-    """Some tokens of one sequence, of whose rows all (or some) are read."""
-    count = len(tokens)
-    return StepInput(
-        tokens=np.array(tokens, np.int32),
-        positions=np.arange(count, dtype=np.int32),
-        slots=np.arange(count, dtype=np.int32),
-        row_starts=np.array([0, count], np.int32),
-        kv_lens=np.array([count], np.int32),
-        block_starts=np.array([0, count], np.int32),
-        blocks=np.arange(count, dtype=np.int32),
-        logit_rows=np.arange(count, dtype=np.int32) if rows is None else np.array(rows, np.int32),
-        sampling=np.empty(0, np.int32),
-    )
-
-
-@cache
-def tokens_of(count: int) -> tuple[int, ...]:
-    return tuple(int(t) for t in np.random.default_rng(count).integers(0, VOCAB, count))
-
-
-STEPS = [plain_step(tokens_of(count)) for count in COUNTS]
-ALONE = [plain_step([token]) for token in tokens_of(COUNTS[-1])]
-
-
-# --- Running them ---
-
-
-def run(backend: Any, make: Make, steps: Sequence[StepInput], shape: CacheShape | None = None) -> list[Floats]:
-    backend.allocate_cache(shape or CacheShape(1, MAX_TOKENS, 1, 1, 2, 4))
-    if isinstance(backend, NativeBackend):
-        spoil_cache(backend)
-    program = backend.compile(make(Ops(backend)))
-    return [np.array(program.run(step)) for step in steps]
-
-
-def spoil_cache(backend: NativeBackend) -> None:
-    """What a recycled block may hold: NaN (all bits set, in either dtype)."""
-    shape = backend._cache_shape
-    for addresses in backend._cache:
-        for address in addresses:
-            ctypes.memset(address, 0xFF, shape.slots * shape.kv_heads * shape.head_dim * shape.itemsize)
-
-
-def native(dtype: str, isa: str, threads: int = 2, comm: Any = None) -> NativeBackend:
-    backend = NativeBackend(dtype, threads, comm or LocalComm(), MAX_TOKENS, isa=isa)
-    assert backend.isa == isa
-    return backend
-
-
-def assert_close(found: Sequence[Floats], expected: Sequence[Floats], tolerance: float) -> None:
-    """Elementwise, relative to the element and to what is usual in its row."""
-    for a, b in zip(found, expected, strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        usual = np.sqrt(np.square(b.astype(np.float64)).mean(-1, keepdims=True))
-        worst = (np.abs(a.astype(np.float64) - b) / (np.abs(b) + usual + 1e-30)).max(initial=0)
-        assert worst <= tolerance, f"{worst:.3g} is more than {tolerance:.3g}, for {a.shape[0]} rows"
-
-
-def same_bits(a: Floats, b: Floats) -> bool:
-    return a.shape == b.shape and bool((a.view(np.int32) == b.view(np.int32)).all())
 
 
 # --- The operators, each with a forward around it ---
@@ -181,9 +69,9 @@ class Case:
     torch_rounds: int = 1
 
 
-def embed(columns: int) -> Case:
+def embed(columns: int, factor: float = 1.0) -> Case:
     def make(ops: Ops) -> Forward:
-        x = ops.input(columns)
+        x = ops.input(columns, factor=factor)
         return lambda b: read(b, x(b), columns)
 
     return Case(make, torch_rounds=0)
@@ -206,15 +94,10 @@ def linear(outputs: int, inputs: int, bias: bool) -> Case:
     return Case(make, torch_rounds=1 + bias)
 
 
-def zero_padded(b: Any, x: Any, columns: int) -> Any:
-    """In the backend's dtype, as norms, gates and attention leave it: what a linear takes."""
-    return b.columns(x, Span(0, columns))
-
-
-def logits(rows: int, inputs: int) -> Case:
+def logits(rows: int, inputs: int, softcap: float = 0.0) -> Case:
     def make(ops: Ops) -> Forward:
         x, weight = ops.input(inputs), ops.linear(rows, inputs)
-        return lambda b: b.logits(b.select_rows(zero_padded(b, x(b), inputs)), weight)
+        return lambda b: b.logits(b.select_rows(zero_padded(b, x(b), inputs)), weight, softcap)
 
     return Case(make)
 
@@ -253,39 +136,6 @@ def columns_of_columns(whole: int, first: Span, second: Span) -> Case:
     return Case(make, rounds=True, torch_rounds=0)
 
 
-def merged(plan: ReductionPlan) -> ReductionPlan:
-    """All ranks' nodes contributed by one: what it takes to test the fold of many nodes in one process."""
-    leaves, nodes, pairs, results = [], [], [], []
-    slot = column = 0
-    for own, within, spans in zip(plan.leaves, plan.within, plan.nodes, strict=True):
-        leaves += [leaf.shift(column) for leaf in own]
-        nodes += [node.shift(column) for node in spans]
-        pairs += [(a + slot, b + slot) for a, b in within.pairs]
-        results += [result + slot for result in within.results]
-        slot, column = slot + len(own), column + (own[-1].stop if own else 0)
-    adds = Adds(tuple(pairs), tuple(results))
-    return ReductionPlan((sum(plan.counts),), plan.across, (tuple(leaves),), (adds,), (tuple(nodes),))
-
-
-# Leaves of 1, 3, 5, 24 and 64: even, with a short last one, of several units, and split unevenly over ranks.
-TREES = {
-    1: ReductionTree(40, 64),
-    3: ReductionTree(70, 32),
-    5: ReductionTree(5 * 64, 64),
-    24: ReductionTree(24 * 32 - 7, 32),
-    64: ReductionTree(37 * 32 * 2 + 5, 32),
-}
-PLANS = {f"{count} leaves": RowPartition.over(tree, (1,)).plan for count, tree in TREES.items()}
-for _count, _weights in ((3, (1, 1)), (5, (1, 1, 1)), (24, (3, 1)), (64, (1, 1, 1)), (64, (5, 1, 1, 2, 7))):
-    _tree, _name = TREES[_count], f"{_count} leaves of {len(_weights)} ranks"
-    PLANS[_name] = merged(plan_reduction(_tree, bisect(_tree.leaves, _weights)))
-PLANS["64 nodes"] = merged(plan_reduction(TREES[64], [Span(i, i + 1) for i in range(64)]))
-
-
-def inputs_of(plan: ReductionPlan) -> int:
-    return plan.leaves[0][-1].stop
-
-
 def partial(ops: Ops, plan: ReductionPlan, outputs: int, bias: bool = False) -> Callable[[Any], Partial]:
     inputs = inputs_of(plan)
     x, weight = ops.input(inputs), ops.linear(outputs, inputs)
@@ -311,14 +161,15 @@ def node_rounds(plan: ReductionPlan) -> int:
     return 1 if plan.counts == (1,) else 4
 
 
-def reduce_add_norm(plan: ReductionPlan, outputs: int, bias: bool, result: int) -> Case:
-    """result: 0 for what is normalized, 1 for the new residual."""
+def reduce_add_norm(plan: ReductionPlan, outputs: int, bias: bool, result: int, inner: bool = False) -> Case:
+    """result: 0 for what is normalized, 1 for the new residual. inner: what is added is normalized too."""
 
     def make(ops: Ops) -> Forward:
         unreduced, residual, weight = partial(ops, plan, outputs, bias), ops.input(outputs), ops.vector(outputs)
+        first = ops.vector(outputs) if inner else None
 
         def forward(b: Any) -> Any:
-            both = b.reduce_add_norm(unreduced(b), residual(b), weight, EPS)
+            both = b.reduce_add_norm(unreduced(b), residual(b), weight, EPS, first)
             return read(b, both[result], outputs)
 
         return forward
@@ -328,6 +179,7 @@ def reduce_add_norm(plan: ReductionPlan, outputs: int, bias: bool, result: int) 
 
 CASES = {
     **{f"embed {n}": embed(n) for n in (8, 64, 130)},
+    "embed 70, scaled": embed(70, 8.3125),
     **{f"norm {n}": norm(n) for n in (1, 33, 64, 200)},
     **{
         f"linear {inputs} to {outputs}{' with bias' * bias}": linear(outputs, inputs, bias)
@@ -336,6 +188,7 @@ CASES = {
         )
     },
     **{f"logits {inputs} to {rows}": logits(rows, inputs) for rows, inputs in ((1, 32), (100, 65), (1090, 96))},
+    **{f"logits 65 to 100, capped at {cap}": logits(100, 65, cap) for cap in (0.5, 2.0, 30.0)},
     **{f"{name} {n}": activation(name, n) for name, n in (("silu", 7), ("gelu", 64), ("gelu_pytorch_tanh", 100))},
     **{
         f"gated {name} {n}": gated_activation(name, n)
@@ -350,6 +203,13 @@ CASES = {
             PLANS[name], outputs, bias, result
         )
         for name, outputs, bias in (("1 leaves", 64, False), ("5 leaves of 3 ranks", 77, True), ("64 nodes", 33, True))
+        for result in (0, 1)
+    },
+    **{
+        f"reduce_norm_add_norm {name}, {('normalized', 'residual')[result]}": reduce_add_norm(
+            PLANS[name], outputs, bias, result, inner=True
+        )
+        for name, outputs, bias in (("1 leaves", 64, False), ("24 leaves of 2 ranks", 77, True))
         for result in (0, 1)
     },
 }  # fmt: skip
@@ -444,12 +304,15 @@ def test_a_row_of_a_tied_embedding_is_looked_up_in_its_tiles() -> None:
 
 @dataclass(frozen=True)
 class Heads:
-    """An attention: its heads, and the cache that it reads."""
+    """An attention: its heads, and the cache that it reads. The last three: see AttentionSpec (rotary_dim 0: all)."""
 
     head_dim: int
     kv_map: tuple[int, ...]
     qk_norm: bool
     block_size: int
+    rotary_dim: int = 0
+    window: int = 0
+    softcap: float = 0.0
 
     @property
     def kv_heads(self) -> int:
@@ -466,9 +329,21 @@ class Heads:
     def make(self, ops: Ops) -> Forward:
         x = ops.input(self.columns)
         norms = [ops.vector(self.head_dim) if self.qk_norm else None for _ in range(2)]
-        cos, sin = rope_table(RopeConfig(10000.0), self.head_dim, CACHE_SLOTS)
+        rotary_dim = self.rotary_dim or self.head_dim
+        cos, sin = rope_table(RopeConfig(10000.0), rotary_dim, CACHE_SLOTS)
         rope = RopeTable(ops.backend.constant(cos), ops.backend.constant(sin))
-        spec = AttentionSpec(0, len(self.kv_map), self.kv_heads, self.kv_map, self.head_dim, self.head_dim**-0.5, EPS)
+        spec = AttentionSpec(
+            layer=0,
+            query_heads=len(self.kv_map),
+            kv_heads=self.kv_heads,
+            kv_map=self.kv_map,
+            head_dim=self.head_dim,
+            rotary_dim=rotary_dim,
+            scale=self.head_dim**-0.5,
+            norm_eps=EPS,
+            window=self.window,
+            softcap=self.softcap,
+        )
         return lambda b: read(b, b.attention(x(b), spec, rope, *norms), len(self.kv_map) * self.head_dim)
 
 
@@ -479,6 +354,10 @@ HEADS = [
     Heads(128, (0, 0, 0, 0, 0, 0, 0), True, 32),
     Heads(128, (0, 1, 1), False, 16),
     Heads(20, (0,) * 9 + (1,), True, 32),
+    Heads(32, (0, 0, 1), True, 16, rotary_dim=24, window=50),
+    Heads(20, (0, 1, 1), False, 32, rotary_dim=2, window=300),
+    Heads(64, (0, 0, 1, 1), False, 32, window=1, softcap=2.0),
+    Heads(24, (0, 0, 1), True, 32, softcap=0.7),
 ]
 LENGTHS = (530, 3, 70, 257, 33)  # of the sequences: three segments, a block, across the edges of both
 CACHE_SLOTS = sum(-(-n // 32) * 32 for n in LENGTHS) + 32
@@ -555,10 +434,10 @@ def attention(backend: Any, heads: Heads, steps: Sequence[Sequence[Part]]) -> li
 
 
 def attend_exactly(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec
 ) -> torch.Tensor:
     """torch's attention in float64, of q, k and v that are rounded already."""
-    return ATTEND(q.double(), k.double(), v.double(), positions, scale)
+    return ATTEND(q.double(), k.double(), v.double(), positions, spec)
 
 
 ATTEND = torch_backend.attend

@@ -54,7 +54,7 @@ def test_any_company_any_chunks(tiny: Models, rounds: int) -> None:
     """Random batches in random chunks, on every split: the bits of each request alone."""
     rng = np.random.default_rng(rounds)
     with ExitStack() as stack:
-        engines = open_engines(str(tiny.directory("qwen3-mha")), "bfloat16", stack)
+        engines = open_engines(str(tiny.directory("qwen3-mha")), "bfloat16", None, stack)
         for _ in range(rounds):
             name = str(rng.choice(list(engines.engines)))
             batch = [int(n) for n in rng.choice(LENGTHS, rng.integers(1, 7))]

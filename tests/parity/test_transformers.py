@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,9 @@ from serried.engine.batch import build_step
 from serried.engine.request import Request
 from serried.engine.scheduler import Scheduled
 
-PLAIN = [name for name in SPECS if not name.startswith(("gguf-", "split-"))]
+PLAIN = [name for name in SPECS if not name.startswith(("gguf-", "split-", "longest-"))]
+LONGEST = [name for name in SPECS if name.startswith("longest-")]
+GGUF = [name for name in SPECS if name.startswith("gguf-") and "longest" not in name]
 PROMPTS = [[int(i) for i in np.random.default_rng(n).integers(0, 250, n)] for n in (37, 1, 96, 5)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -74,17 +77,51 @@ def test_float32(tiny: Models, name: str) -> None:
     assert_parity(open_llm(tiny.directory(name), max_num_batched_tokens=11), model)
 
 
-@pytest.mark.parametrize("name", ["llama-rope3", "qwen3-mha", "llama-theta"])
+def assert_parity_at_the_longest(path: Path, model: Any, longest: int) -> None:
+    """transformers chooses RoPE's frequencies at each call, here they are chosen for the longest sequence.
+
+    So the two agree on a sequence of that length; and here a shorter one has the logits of the longer one's beginning.
+    """
+    prompt = [int(i) for i in np.random.default_rng(longest).integers(0, 250, longest)]
+    wanted = expected_logits(copy.deepcopy(model), prompt)
+    llm = open_llm(path, max_model_len=longest)
+    for chunk in (1000, 13):
+        (got,) = logits_in_steps(llm, [prompt[: longest - 1]], chunk)  # room for a token of output
+        assert np.abs(got - wanted[:-1]).max() < 1e-4
+    (start,) = logits_in_steps(llm, [prompt[:20]], 20)
+    assert np.abs(start - wanted[:20]).max() < 1e-4
+
+
+@pytest.mark.parametrize("longest", [64, 96])  # of models that were trained for 64 positions
+@pytest.mark.parametrize("name", LONGEST)
+def test_rope_for_the_longest_sequence(tiny: Models, name: str, longest: int) -> None:
+    assert_parity_at_the_longest(tiny.directory(name), tiny.model(name), longest)
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_the_longest_sequence_matters(tiny: Models, name: str) -> None:
+    prompt, path = PROMPTS[0], tiny.directory(name)
+    found = [logits_in_steps(open_llm(path, max_model_len=n), [prompt], 50)[0] for n in (64, 96)]
+    assert np.abs(found[0] - found[1]).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["llama-rope3", "qwen3-mha", "llama-theta", "llama-linear", "llama-yarn", "gemma3"])
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_older_spellings_of_rope(tiny: Models, name: str, key: str, tmp_path: Path) -> None:
     assert_parity(open_llm(tiny.legacy(name, key, tmp_path)), tiny.model(name))
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
-@pytest.mark.parametrize("name", ["gguf-llama", "gguf-rope3", "gguf-qwen3"])
+@pytest.mark.parametrize("name", GGUF)
 def test_gguf(tiny: Models, name: str, kind: str) -> None:
     path = tiny.gguf(name, kind)
     assert_parity(open_llm(path), rounded(tiny.model(name), kind))
+
+
+@pytest.mark.parametrize("longest", [64, 96])
+def test_gguf_with_longrope(tiny: Models, longest: int) -> None:
+    name = "gguf-longest-phi3"
+    assert_parity_at_the_longest(tiny.gguf(name), tiny.model(name), longest)
 
 
 def rounded(model: Any, kind: str) -> Any:
@@ -116,12 +153,12 @@ def rms(x: Any) -> float:
 
 
 def test_a_tied_model_whose_file_holds_a_head(tiny: Models, tmp_path: Path) -> None:
-    """The copy is ignored, even where it differs, as in transformers."""
+    """A copy is ignored; one that differs is refused, since transformers would use it untied."""
     from safetensors.torch import load_file, save_file
 
     path = tiny.copy("llama-tied", tmp_path)
     tensors = load_file(path / "model.safetensors")
-    tensors["lm_head.weight"] = torch.zeros_like(tensors["model.embed_tokens.weight"])
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     assert_parity(open_llm(path), tiny.model("llama-tied"))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from serried.backends.step import StepInput
 from serried.engine.batch import build_step
 from serried.engine.request import Request
-from serried.engine.sampler import Want, unpack_wants
 from serried.engine.scheduler import Scheduled
+from serried.engine.wants import Want, unpack_wants
 from serried.sampling_params import SamplingParams
 
 arrays = st.lists(st.integers(-(1 << 31), (1 << 31) - 1), max_size=9).map(lambda x: np.array(x, np.int32))
@@ -51,6 +51,24 @@ def test_a_step_of_three_requests() -> None:
     assert every.logit_rows.tolist() == list(range(6))
     assert every.sampling.size == 0
     assert all(getattr(step, field.name).dtype == np.int32 for field in fields(StepInput))
+
+
+def test_a_prompt_that_is_scored() -> None:
+    """Rows want logits for the next token of the prompt, in chunks each once; the last row gives the first answer."""
+    asked = SamplingParams(max_tokens=9, prompt_logprobs=2, logprobs=0)
+    scored = Request(0, [70, 71, 72, 73, 74], asked, 0, blocks=[11, 10])
+    other = Request(1, [50, 51], asked, 0, sample=1, blocks=[4])
+    first = build_step([Scheduled(other, 0, 2), Scheduled(scored, 0, 3)], 4)
+    assert first.logit_rows.tolist() == [1, 2, 3, 4]
+    wants = unpack_wants(first.sampling)
+    assert [(want.target, want.logprobs) for want in wants] == [(-1, 0), (71, 2), (72, 2), (73, 2)]
+    assert [want.samples for want in wants] == [True, False, False, False]
+    scored.prompt_logprobs += [None, None, None]  # type: ignore[list-item]
+    again = build_step([Scheduled(scored, 0, 5)], 4)
+    assert again.logit_rows.tolist() == [3, 4]
+    assert [want.target for want in unpack_wants(again.sampling)] == [74, -1]
+    alone = Request(2, [50], asked, 0, blocks=[4])
+    assert build_step([Scheduled(alone, 0, 1)], 4).logit_rows.tolist() == [0]
 
 
 @given(st.integers(1, 9), st.integers(0, 9), st.data())

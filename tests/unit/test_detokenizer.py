@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizer_kinds import DIRECTORIES, random_texts
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from serried.errors import InputError
@@ -98,9 +99,11 @@ WHOLE = {
 KINDS = STREAMED | WHOLE
 
 
-def reference(text: str, stop: list[str]) -> tuple[str, str | None]:
-    """Cut as if the text came character by character: the stop string that is complete first."""
-    for end in range(1, len(text) + 1):
+def reference(text: str, stop: list[str], unsearched: int = 0) -> tuple[str, str | None]:
+    """Cut as if the text came character by character: the stop string that is complete first, after what is not
+    searched.
+    """
+    for end in range(unsearched + 1, len(text) + 1):
         found = [s for s in stop if text[:end].endswith(s)]
         if found:
             longest = max(found, key=len)
@@ -133,6 +136,26 @@ def test_any_ids_in_any_pieces(kind: str, data: st.DataObject) -> None:
     # Only a decoder that never changes its mind lets a stop string be seen before the end.
     pieces_at = cuts if kind in STREAMED else []
     assert stream(tokenizer, ids, pieces_at, stop, skip) == reference(whole, stop)
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kind", ["demo", *DIRECTORIES])
+def test_streamed_text_is_the_whole_text(kind: str, count: int) -> None:
+    """Any tokens, and those of texts cut short, in any pieces: what was shown is always a beginning of the whole."""
+    tokenizer = demo() if kind == "demo" else Tokenizer(DIRECTORIES[kind]())
+    rng = random.Random(count)
+    for text in random_texts(count, seed=count):
+        ids = tokenizer.encode(text, parse_special=True)[: rng.randint(0, 60)]
+        ids += rng.choices(range(tokenizer.vocab_size), k=rng.randint(0, 40))
+        skip, whole = rng.random() < 0.5, ""
+        detokenizer, at = Detokenizer(tokenizer, skip), 0
+        expected = tokenizer.decode(ids, skip)
+        while at < len(ids):
+            step = rng.randint(1, 3)
+            whole += detokenizer.add(ids[at : at + step])
+            at += step
+            assert expected.startswith(whole)
+        assert whole + detokenizer.finish() == expected
 
 
 @pytest.mark.parametrize("kind", ["byte level", "llama"])
@@ -184,6 +207,33 @@ def test_held_text_comes_out_when_it_was_no_stop() -> None:
     assert detokenizer.add(tokenizer.encode("x EN")) == "x "
     assert detokenizer.add(tokenizer.encode("D")) == ""
     assert (detokenizer.finish(), detokenizer.stopped) == ("END", None)
+
+
+@pytest.mark.parametrize("kind", STREAMED)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_stops_that_end_too_early_do_not_count(kind: str, data: st.DataObject) -> None:
+    """Nor is anything of them lost; one that begins in what is not searched and ends after it does count."""
+    tokenizer = KINDS[kind]()
+    ids = data.draw(st.lists(st.integers(0, min(tokenizer.vocab_size, 600) + 2), min_size=1, max_size=24))
+    first = data.draw(st.integers(0, len(ids)))
+    whole, early = tokenizer.decode(ids), Detokenizer(tokenizer).add(ids[:first])
+    stop = data.draw(st.lists(st.text("abe \ufffd<>sth", min_size=1, max_size=3), max_size=3))
+    if whole:
+        start = data.draw(st.integers(0, len(whole) - 1))
+        stop.append(whole[start : start + data.draw(st.integers(1, 4))])
+    detokenizer = Detokenizer(tokenizer, stop=stop)
+    text = "".join(detokenizer.add([index], search=False) for index in ids[:first])
+    text += "".join(detokenizer.add([index]) for index in ids[first:]) + detokenizer.finish()
+    assert (text, detokenizer.stopped) == reference(whole, stop, len(early))
+
+
+def test_a_decoder_that_looks_back_is_not_searched_early_either() -> None:
+    tokenizer = KINDS["word pieces"]()
+    detokenizer = Detokenizer(tokenizer, stop=["a"])
+    ids = [tokenizer._backend.token_to_id(piece) for piece in ("日", "a", "b", "é")]
+    assert [detokenizer.add([index], search=False) for index in ids] == [""] * 4
+    assert detokenizer.stopped is None
 
 
 @pytest.mark.parametrize("stop", ["END", [""], [1]])

@@ -21,6 +21,10 @@ from hypothesis import strategies as st
 
 from serried.errors import CheckpointError
 from serried.parallel.reduction import Span
+from serried.quant.int4 import INT4, INT4_MIN
+from serried.quant.int8 import INT8
+from serried.quant.q4_k import repack_q4_k
+from serried.quant.registry import METHODS
 from serried.weights import gguf as module
 from serried.weights.checkpoint import Array
 from serried.weights.gguf import GGUFCheckpoint, hf_name
@@ -102,7 +106,8 @@ def test_every_type_by_rows_and_columns(kind: str, tmp_path: Path, monkeypatch: 
     path = write_gguf(tmp_path / "m.gguf", {"output.weight": (kind, raw)})
     expected = expected_values(kind, raw)
     checkpoint = open_checkpoint(path)
-    assert checkpoint.tensors == {"lm_head.weight": ((ROWS, COLUMNS), kind, str(path))}
+    (info,) = checkpoint.tensors.values()
+    assert info[:3] == ((ROWS, COLUMNS), kind, str(path))
     elements, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     for piece in (module.PIECE, 2 * COLUMNS):
         monkeypatch.setattr(module, "PIECE", piece)
@@ -115,6 +120,45 @@ def test_every_type_by_rows_and_columns(kind: str, tmp_path: Path, monkeypatch: 
                 assert_same(values, expected[slice(*rows), first:last])
                 blocks = -(-last // elements) - first // elements if last > first else 0
                 assert checkpoint.bytes_read - before == rows.size * blocks * nbytes
+
+
+BLOCKS = {"Q8_0": INT8, "Q4_0": INT4, "Q4_1": INT4_MIN, "Q4_K": INT4_MIN}
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_by_rows_and_columns(kind: str, tmp_path: Path) -> None:
+    """The very bytes of the file (of Q4_K: its digits), of no more of it than the slice takes."""
+    raw = random_blocks(kind, ROWS, COLUMNS)
+    method = BLOCKS[kind]
+    elements, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    whole = repack_q4_k(raw) if kind == "Q4_K" else raw
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", {"output.weight": (kind, raw)}))
+    assert checkpoint.tensors["lm_head.weight"].method is method
+    for rows in (Span(0, ROWS), Span(3, 8), Span(4, 4)):
+        for columns in (None, Span(0, COLUMNS), Span(256, 512), Span(96, 320), Span(64, 64)):
+            before = checkpoint.bytes_read
+            found = checkpoint.read_blocks("lm_head.weight", rows, columns, method)
+            first, last = columns or Span(0, COLUMNS)
+            assert found is not None and found.shape == (rows.size, last - first)
+            assert np.array_equal(found.blocks, whole[slice(*rows), method.row_bytes(first) : method.row_bytes(last)])
+            blocks = -(-last // elements) - first // elements if last > first else 0
+            assert checkpoint.bytes_read - before == rows.size * blocks * nbytes
+    other = INT4 if method is INT8 else INT8
+    assert checkpoint.read_blocks("lm_head.weight", Span(0, 2), None, other) is None
+    assert checkpoint.read_blocks("lm_head.weight", Span(0, 2), Span(8, 64), method) is None
+    with pytest.raises(CheckpointError, match="no slice"):
+        checkpoint.read_blocks("lm_head.weight", Span(0, ROWS + 1), None, method)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in BLOCKS])
+def test_types_without_blocks_of_ours(kind: str, tmp_path: Path) -> None:
+    """Kept in int8, for which they must be dequantized; plain ones stay plain."""
+    path = write_gguf(tmp_path / "m.gguf", {"output.weight": (kind, random_blocks(kind, ROWS, COLUMNS))})
+    checkpoint = open_checkpoint(path)
+    kept = checkpoint.tensors["lm_head.weight"].method
+    assert kept is (None if kind in {"F32", "F16", "BF16"} else INT8)
+    for method in METHODS.values():
+        assert checkpoint.read_blocks("lm_head.weight", Span(0, 1), None, method) is None
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -216,6 +260,21 @@ def test_the_permutation_is_undone(llama: tuple[Path, dict[str, Any]]) -> None:
     assert set(checkpoint.tensors) == set(hf)
     for name, expected in hf.items():
         assert_same(checkpoint.read(name, Span(0, expected.shape[0])), expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_blocks_of_a_permuted_tensor(llama: tuple[Path, dict[str, Any]], data: Any) -> None:
+    """Rows are put in order, whichever are asked for, with no look at what they hold."""
+    path, hf = llama
+    name = data.draw(st.sampled_from([name for name in sorted(hf) if "weight" in name]))
+    rows = Span(*sorted(data.draw(st.tuples(*[st.integers(0, hf[name].shape[0])] * 2))))
+    columns = data.draw(st.sampled_from([None, Span(0, 32), Span(32, 64), Span(32, 32)]))
+    checkpoint = open_checkpoint(path)
+    found = checkpoint.read_blocks(name, rows, columns, INT8)
+    checkpoint.close()
+    assert found is not None
+    assert_same(found.values(), hf[name][slice(*rows), slice(*(columns or (0, 64)))])
 
 
 @settings(max_examples=80, deadline=None)
@@ -350,6 +409,74 @@ def test_a_file_with_an_alignment_of_its_own(tmp_path: Path) -> None:
     assert checkpoint.read("b", Span(0, 2)).tolist() == [3, 4]
 
 
+def parts_of(tmp_path: Path, count: int = 3) -> tuple[list[Path], dict[str, Any]]:
+    """A model that the library has split, and its tensors."""
+    tensors = {f"blk.{i}.ffn_down.weight": random_blocks("Q8_0", 4, 64) for i in range(2 * count)}
+    for i, raw in enumerate(tensors.values()):
+        raw.reshape(4, -1, 34)[:, :, :2] = np.array([i + 1], np.float16).view(np.uint8)
+    writer = GGUFWriter(tmp_path / "m.gguf", "qwen3", split_max_tensors=2)
+    for name, raw in tensors.items():
+        writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType.Q8_0)
+    writer.add_uint32("some.number", 7)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(tmp_path.glob("m-*.gguf")), tensors
+
+
+def test_a_split_model_is_opened_by_any_of_its_files(tmp_path: Path) -> None:
+    paths, tensors = parts_of(tmp_path)
+    assert [path.name for path in paths] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    for path in paths:
+        file = GGUFFile(path)
+        assert (file.data.path, file.metadata["some.number"]) == (paths[0], 7)
+        checkpoint = GGUFCheckpoint(file, hf_name)
+        for i, (own, raw) in enumerate(tensors.items()):
+            name = f"model.layers.{i}.mlp.down_proj.weight"
+            assert hf_name(own) == name
+            assert checkpoint.tensors[name].file == str(paths[i // 2])
+            assert_same(checkpoint.read(name, Span(1, 4), Span(30, 50)), expected_values("Q8_0", raw)[1:4, 30:50])
+        assert checkpoint.bytes_read == len(tensors) * 3 * 2 * 34
+        checkpoint.close()
+
+
+def test_files_of_a_split_model_are_closed_also_after_an_error(tmp_path: Path) -> None:
+    paths, _ = parts_of(tmp_path)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    GGUFFile(paths[1]).close()
+    paths[2].write_bytes(paths[2].read_bytes()[:-100])
+    for path in paths:
+        with pytest.raises(CheckpointError, match=str(paths[2])):
+            GGUFFile(path)
+    paths[2].unlink()
+    with pytest.raises(CheckpointError, match=f"{paths[2]}: no such file; {paths[0]} is one of 3 files"):
+        GGUFFile(paths[0])
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_split_model_under_another_name(tmp_path: Path) -> None:
+    paths, _ = parts_of(tmp_path)
+    other = paths[0].rename(tmp_path / "other.gguf")
+    with pytest.raises(CheckpointError, match=rf"{other}: is one of 3 files .* -00001-of-00003\.gguf .* rename them"):
+        GGUFFile(other)
+
+
+def test_merged_files_are_whole(tmp_path: Path) -> None:
+    """The library's merging leaves a count of none."""
+    pairs = [pair("split.count", 2, b"\0\0"), pair("split.tensors.count", 5, b"\3\0\0\0")]
+    infos = [tensor_info("a", (2,))]
+    assert list(GGUFFile(build(tmp_path / "m.gguf", pairs, infos, bytes(8))).tensors) == ["a"]
+
+
+def test_an_absurd_number_of_strings_ends_soon(tmp_path: Path) -> None:
+    """Where the file is so large that they could be true."""
+    path = build(tmp_path / "bad.gguf", [pair("k", 9, struct.pack("<IQ", 8, 1 << 30))], [])
+    os.truncate(path, 1 << 35)  # a hole: it takes no room
+    with pytest.raises(CheckpointError, match=r"bad\.gguf: metadata 'k': .* an array of 1073741824 strings"):
+        GGUFFile(path)
+
+
 HUGE = 2**63 - 1
 ONE = [tensor_info("w", (4, 4))]
 W = r"tensor 'w': "
@@ -386,6 +513,12 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"pairs": [pair("k", 8, text(b"\xff\xfe"))]}, "metadata 'k': not valid UTF-8"),
     "alignment of 0": ({"pairs": [pair("general.alignment", 4, bytes(4))]}, "general.alignment 0"),
     "alignment of 24": ({"pairs": [pair("general.alignment", 4, b"\x18\0\0\0")]}, "general.alignment 24"),
+    "count as text": ({"pairs": [pair("split.count", 8, text("3"))]}, "split.count '3' is not a whole number"),
+    "a hole": (
+        {"infos": [tensor_info("v", (4,)), tensor_info("w", (4,), 0, 64)], "data": bytes(96)},
+        W + "its data starts at byte .* but what is before it",
+    ),
+    "more data": ({"infos": ONE, "data": bytes(128)}, "64 bytes of data belong to no tensor"),
     "alignment as text": ({"pairs": [pair("general.alignment", 8, text("32"))]}, "general.alignment '32'"),
     "split": ({"pairs": [pair("split.count", 2, b"\3\0")]}, "one of 3 files of a split model"),
     "tensor info cut short": ({"infos": [*ONE, text("v") + b"\4\0\0\0"], "counts": (2, 0)}, "'v': truncated"),
@@ -406,11 +539,11 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "shape that wraps": ({"infos": [tensor_info("w", (2**62 + 4, 4))], "data": bytes(64)}, W + "truncated"),
     "odd offset": (
         {"infos": [tensor_info("w", (4,), 0, 8)], "data": bytes(64)},
-        W + "offset 8 is not a multiple",
+        W + "its data starts at byte 72, but what is before it ends at 64",
     ),
     "overlap": (
         {"infos": [tensor_info("v", (4, 4)), tensor_info("w", (4,), 0, 32)], "data": bytes(64)},
-        W + "its data overlaps that of tensor 'v'",
+        W + "its data starts at byte .* but what is before it",
     ),
 }
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from serried.errors import InputError
 from serried.parallel.partition import ModelPartition, Partition, RowPartition, bisect
 from serried.parallel.reduction import ReductionTree, Span
+from serried.quant.method import GROUP
 
 QWEN3_06B = {"query_heads": 16, "kv_heads": 8, "head_dim": 128, "mlp_columns": 3072, "vocab_rows": 151936}
 SMOLLM2 = {"query_heads": 9, "kv_heads": 3, "head_dim": 64, "mlp_columns": 1536, "vocab_rows": 49152}
@@ -71,6 +72,17 @@ def test_edges_lie_on_units(split: ModelPartition) -> None:
     assert all(heads * split.head_dim % 32 for heads in range(1, split.unit_heads(split.head_dim)))
     for part, step in zip(dimensions(split), (unit, 32, 64), strict=True):
         assert all(edge % step == 0 for edge in edges(part) - {part.size})
+
+
+@given(partitions())
+def test_no_edge_cuts_a_group_of_activations(split: ModelPartition) -> None:
+    """What enters a product is quantized in groups of 32: each lies in one rank, one node and one leaf."""
+    for part in (split.attention, split.mlp):
+        starts = {span.start for span in part.spans}
+        for rank, span in enumerate(part.spans):
+            for inside in (*part.plan.leaves[rank], *part.plan.nodes[rank]):
+                starts.add(span.start + inside.start)
+        assert all(start % GROUP == 0 for start in starts - {part.size})
 
 
 @given(partitions())

@@ -88,13 +88,13 @@ def test_what_is_unknown_is_an_error_with_its_key(key: str, value: Any) -> None:
     assert named in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope", "mrope", 3])
+@pytest.mark.parametrize("kind", ["mrope", "proportional", "su", 3])
 @pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_unknown_kinds_of_rope(kind: Any, where: str, key: str) -> None:
     with pytest.raises(InputError, match=rf"dir/config\.json: {where}: rope_type: is '?{kind}'?") as caught:
         read(**{where: {key: kind, "factor": 4.0}})
-    assert "default, llama3" in str(caught.value)
+    assert "default, linear, dynamic, yarn, longrope, llama3" in str(caught.value)
 
 
 @pytest.mark.parametrize("missing", [key for key in LLAMA3 if key != "rope_type"])
@@ -154,14 +154,6 @@ def test_activations(name: str) -> None:
 def test_heads_that_do_not_divide() -> None:
     with pytest.raises(InputError, match=r"dir/config\.json: 4 query heads are not a multiple of 3 KV heads"):
         read(num_key_value_heads=3)
-
-
-def test_qwen3_without_its_window() -> None:
-    qwen = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16}
-    assert read(**qwen, use_sliding_window=False, sliding_window=4096).qk_norm
-    with pytest.raises(InputError, match="use_sliding_window"):
-        read(**qwen, use_sliding_window=True)
-    assert not read().qk_norm
 
 
 def write(path: Path, config: Any, generation: Any = None) -> Path:

@@ -22,7 +22,8 @@ from serried.errors import CheckpointError
 from serried.parallel.reduction import Span
 from serried.weights import files
 from serried.weights.checkpoint import Array
-from serried.weights.safetensors import SafetensorsCheckpoint, TensorSource, write_safetensors
+from serried.weights.safetensors import SafetensorsCheckpoint
+from serried.weights.safetensors_writer import TensorSource, write_safetensors
 
 SHAPES = {
     "a.weight": (7, 12),

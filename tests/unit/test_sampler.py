@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_sampler import candidates, chosen
 
-from serried.backends.philox import gumbel_noise, philox4x32
+from serried.backends.philox import gumbel_noise, philox4x32, sample_seed
 from serried.engine.choice import MORE
+from serried.engine.edits import Edits
 from serried.engine.request import Request
-from serried.engine.sampler import LEAF, Offer, Want, best, decide, make_offer, pack_wants, unpack_wants
-from serried.errors import InputError
+from serried.engine.sampler import LEAF, NO_TOKEN, Offer, best, decide, make_offer
+from serried.engine.wants import Want, pack_wants, unpack_wants
 from serried.sampling_params import SamplingParams
 
 # Few different values, so that ties are common.
@@ -32,7 +34,11 @@ def logits_of(values: Any) -> Any:
 
 def sample(logits: Any, asked: Request, edges: tuple[int, ...] = ()) -> int:
     """The token, from the offers of ranks that hold the logits between some edges."""
-    want, bounds = Want.of(asked), [0, *edges, logits.size]
+    (want,) = unpack_wants(pack_wants([Want.of(asked)]))
+    bounds = [0, *edges, logits.size]
+    if want.edits:
+        logits = logits.copy()
+        Edits.unpack(want.edits).apply(logits, 0)
     for power in range(9):
         count = want.candidates * MORE**power
         offers = [make_offer(logits[a:b], a, want, count) for a, b in pairwise(bounds)]
@@ -89,35 +95,39 @@ def test_greedy_takes_the_lowest_of_the_best(values: list[float]) -> None:
     assert sample(logits_of(values), request(temperature=0.7, top_p=1e-9)) == values.index(max(values))
 
 
-def plain_candidates(values: list[float], temperature: float, top_k: int, top_p: float) -> list[int]:
-    """What top_k and then top_p leave, in the words of their definitions."""
-    order = sorted(range(len(values)), key=lambda i: (-values[i], i))
-    if top_k > 0:
-        order = order[:top_k]
-    weights = [math.exp((values[i] - max(values)) / temperature) for i in order]
-    kept, total, whole = [], 0.0, sum(weights)
-    for i, weight in zip(order, weights, strict=True):
-        kept.append(i)
-        total += weight
-        if total >= top_p * whole:
-            break
-    return kept
-
-
-@settings(max_examples=200)
+@settings(max_examples=300)
 @given(
     logit_lists,
     st.sampled_from([0.3, 1.0, 2.5]),
     st.sampled_from([-1, 0, 1, 2, 5, 39, 40, 9999999]),
     st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
+    st.sampled_from([0.0, 1e-300, 0.02, 0.3, 1.0]),
     st.integers(0, (1 << 64) - 1),
 )
-def test_top_k_and_top_p(values: list[float], temperature: float, top_k: int, top_p: float, seed: int) -> None:
-    kept = plain_candidates(values, temperature, top_k, top_p)
-    noise = gumbel_noise(seed, 5, np.arange(len(values)))
-    wanted = max(kept, key=lambda i: (values[i] / temperature + noise[i], -i))
-    asked = request(seed, temperature=temperature, top_k=top_k, top_p=top_p)
-    assert sample(logits_of(values), asked) == wanted
+def test_top_k_top_p_and_min_p(
+    values: list[float], temperature: float, top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
+    asked = request(seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert sample(logits_of(values), asked) == chosen(values, asked.params, seed, 5)
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"min_p": 0.3}, [1, 3, 0]),  # e^-1 is above 0.3, e^-1.5 is not
+        ({"min_p": 1.0}, [1]),
+        ({"min_p": 0.2, "top_k": 2}, [1, 3]),
+        ({"min_p": 0.2, "top_p": 0.55}, [1, 3]),  # of what min_p has left, not of the whole
+        ({"top_k": 3, "top_p": 0.6}, [1, 3]),  # of what top_k has left
+        ({"temperature": 2.0, "min_p": 0.3}, [1, 3, 0, 2]),
+    ],
+)
+def test_who_is_left(params: dict[str, Any], kept: list[int]) -> None:
+    """Worked out by hand, and by drawing until everyone has come."""
+    values = [1.0, 2.0, 0.5, 1.75, -3.0]
+    asked = {"temperature": 1.0, **params}
+    assert candidates(values, SamplingParams(**asked)) == kept
+    assert {sample(logits_of(values), request(seed, **asked)) for seed in range(200)} == set(kept)
 
 
 @given(logit_lists, st.integers(1, 50))
@@ -132,45 +142,85 @@ def test_the_best(values: list[float], count: int) -> None:
     st.sampled_from([0.02, 1.0, 3.0]),
     st.sampled_from([0, 1, 7, 64, 700, 9999999]),
     st.sampled_from([0.01, 0.7, 0.97, 0.9999, 1.0]),
+    st.sampled_from([0.0, 0.0, 1e-9, 0.01, 0.5]),
     st.integers(0, (1 << 64) - 1),
     st.data(),
 )
 def test_the_split_does_not_matter(
-    size: int, spread: float, top_k: int, top_p: float, seed: int, data: st.DataObject
+    size: int, spread: float, top_k: int, top_p: float, min_p: float, seed: int, data: st.DataObject
 ) -> None:
-    """Between any leaves, with ranks that hold nothing; where the first candidates do and do not reach top_p."""
+    """Between any leaves, with ranks that hold nothing; where the first candidates are and are not enough.
+
+    Some ids are forbidden, single ones or whole leaves; where all are, no token comes out.
+    """
     decimals = data.draw(st.sampled_from([1, 9]))  # with and without many ties
     logits = logits_of((np.random.default_rng(seed).normal(size=size) * spread).round(decimals))
     leaves = -(-size // LEAF)
     edges = tuple(min(size, LEAF * edge) for edge in sorted(data.draw(st.lists(st.integers(0, leaves), max_size=3))))
-    asked = request(seed, temperature=1.0, top_k=top_k, top_p=top_p)
-    token = sample(logits, asked)
-    assert sample(logits, asked, edges) == token
-    kept = plain_candidates(logits.astype(float).tolist(), 1.0, top_k, top_p)
-    noise = gumbel_noise(seed, 5, np.arange(size))
-    assert token == max(kept, key=lambda i: (float(logits[i]) + noise[i], -i))
-    plain = request(seed, temperature=1.0)
-    assert sample(logits, plain, edges) == sample(logits, plain) == int((logits + noise).argmax())
-    assert sample(logits, request(temperature=0), edges) == int(logits.argmax())
+    start = data.draw(st.integers(0, size))
+    logits[start : data.draw(st.integers(start, size))] = -np.inf
+    for params in ({"top_k": top_k, "top_p": top_p, "min_p": min_p}, {}, {"temperature": 0}):
+        asked = request(seed, **{"temperature": 1.0, **params})
+        wanted = chosen(logits.astype(float).tolist(), asked.params, seed, 5)
+        assert sample(logits, asked) == sample(logits, asked, edges) == (NO_TOKEN if wanted is None else wanted)
 
 
 @given(
-    st.floats(0, 1e300), st.integers(0, (1 << 31) - 1), st.floats(1e-12, 1.0), st.integers(0, (1 << 64) - 1),
-    st.integers(0, (1 << 31) - 1),
-)  # fmt: skip
-def test_what_is_wanted_travels(temperature: float, top_k: int, top_p: float, seed: int, position: int) -> None:
-    wants = [Want(temperature, top_k, top_p, seed, position), Want(0.0, 0, 1.0, 0, 0)]
+    st.lists(
+        st.builds(
+            Want,
+            temperature=st.floats(0, 1e300),
+            top_p=st.floats(1e-12, 1.0),
+            min_p=st.floats(0, 1.0),
+            seed=st.integers(0, (1 << 64) - 1),
+            top_k=st.integers(0, (1 << 31) - 1),
+            position=st.integers(0, (1 << 31) - 1),
+            logprobs=st.integers(-1, 1000),
+            target=st.integers(-1, (1 << 31) - 1),
+            edits=st.binary(max_size=12).map(lambda data: data * 4),
+        )
+    )
+)
+def test_what_is_wanted_travels(wants: list[Want]) -> None:
     assert unpack_wants(np.frombuffer(pack_wants(wants).tobytes(), np.int32)) == wants
-    assert unpack_wants(pack_wants([])) == []
+    assert pack_wants(wants).dtype == np.int32
+
+
+@pytest.mark.parametrize("kind", ["temperature", "top_p", "min_p", "greedy"])
+def test_edits_come_before_the_choice(kind: str) -> None:
+    """The likeliest tokens are taken away or pushed down; what comes out is never one of them."""
+    asked = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.0} if kind == "top_p" else {"temperature": 1.0}
+    asked |= {"min_p": 0.1} if kind == "min_p" else {}
+    asked |= {"temperature": 0} if kind == "greedy" else {}
+    values = logits_of([9.0, 8.0, 7.0, 6.0, 5.0, -50.0])
+    for edits, wanted in (
+        ({"allowed_token_ids": [2, 4]}, {2, 4}),
+        ({"logit_bias": {0: -100, 1: -100, 2: -100, 5: 55}}, {3, 4, 5}),
+        ({"logit_bias": {3: 100}}, {3}),
+    ):
+        tokens = {sample(values, request(seed, **asked, **edits)) for seed in range(60)}
+        assert tokens <= wanted
+        assert len(tokens) == 1 or kind != "greedy"
+
+
+def test_the_answers_of_one_seed_differ() -> None:
+    """sample_seed: the first is the seed's own, the others are seeds of their own."""
+    seeds = [sample_seed(seed, sample) for seed in (0, 1, (1 << 64) - 1) for sample in range(100)]
+    assert len(set(seeds)) == 300
+    assert all(0 <= seed < 1 << 64 for seed in seeds)
+    assert seeds[::100] == [0, 1, (1 << 64) - 1]
+    bits = philox4x32(0, (np.zeros(1, np.uint64), 0, 1, 1))[0]
+    assert seeds[1] == int(bits[0]) + (int(bits[1]) << 32)
+    assert seeds[1] != sample_seed(0, 2) != sample_seed(1, 1)
 
 
 @pytest.mark.parametrize("by", ["seed", "position"])
-@pytest.mark.parametrize("params", [{}, {"top_k": 4}, {"top_p": 0.8}, {"temperature": 2.0}])
+@pytest.mark.parametrize("params", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}, {"temperature": 2.0}])
 def test_the_distribution(by: str, params: dict[str, Any]) -> None:
     """Chi-square of 2000 draws: over seeds at one position, and over the positions of one seeded request."""
     asked = {"temperature": 1.0, **params}
     values = [0.1, 1.5, -1.0, 0.9, 1.5, -4.0, 0.0]
-    kept = plain_candidates(values, asked["temperature"], asked.get("top_k", 0), asked.get("top_p", 1.0))
+    kept = candidates(values, SamplingParams(**asked))
     weights = np.array([math.exp(values[i] / asked["temperature"]) if i in kept else 0 for i in range(len(values))])
     draws = 2000
     expected = weights / weights.sum() * draws
@@ -198,32 +248,6 @@ def test_a_mixed_batch_does_not_matter() -> None:
     first = sample(values, request(7, temperature=1.0, top_k=64))
     sample(values, request(8, temperature=0.5, top_k=0))
     assert sample(values, request(7, temperature=1.0, top_k=64)) == first
-
-
-@pytest.mark.parametrize(
-    ("field", "bad"),
-    [
-        *[("temperature", value) for value in (-0.1, math.inf, math.nan, "1", True, None)],
-        *[("top_p", value) for value in (0, -1, 1.01, math.nan, "0.5", True)],
-        *[("top_k", value) for value in (-2, 1.5, 1 << 31, "3", True)],
-        *[("max_tokens", value) for value in (0, -1, 2.5, 1 << 31, None, True)],
-        *[("seed", value) for value in (-1, 1 << 64, 0.5, "1", True)],
-        *[("stop", value) for value in ("", [""], [5], ["x"] * 65, ["y" * 4097])],
-        *[("stop_token_ids", value) for value in ([-1], ["3"], [True], [1.0])],
-    ],
-)
-def test_bad_parameters_are_named(field: str, bad: Any) -> None:
-    with pytest.raises(InputError, match=rf"^{field}: "):
-        SamplingParams(**{field: bad})
-
-
-def test_good_parameters() -> None:
-    params = SamplingParams(temperature=0, top_k=-1, seed=(1 << 64) - 1, stop="end", stop_token_ids=[3], max_tokens=1)
-    assert params.stop == ("end",)
-    assert params.stop_token_ids == (3,)
-    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
-    with pytest.raises(AttributeError):
-        params.top_k = 3  # type: ignore[misc]
 
 
 def test_a_request_ends() -> None:
