@@ -18,7 +18,7 @@ demo: $(DEMO)
 	$(BIN)/serried generate demo "$(PROMPT)" --tensor-parallel-size 2
 
 test: $(DEMO) $(TESTS)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(DEMO) $(TESTS) $(LINT)
 	$(BIN)/ruff format --check .
