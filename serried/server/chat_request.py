@@ -56,6 +56,7 @@ async def prepare_chat(state: ServerState, body: ChatRequest, request: Request) 
         template=body.chat_template,
         template_kwargs=template_kwargs,
         add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=body.continue_final_message is True,
     )
     opened = state.has_reasoning and opens_reasoning(decode_end(state.need_tokenizer("a chat"), prompt))
     found = grammar_of(body)

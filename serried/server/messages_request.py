@@ -28,6 +28,7 @@ def as_chat(body: CountRequest, switches: Sequence[str]) -> ChatRequest:
         "tools": _tools(body.tools or []),
         "tool_choice": choice,
         "parallel_tool_calls": False if one_call else None,
+        "continue_final_message": body.messages[-1].get("role") == "assistant",
         # As with Anthropic, only who asks for it gets reasoning.
         "chat_template_kwargs": dict.fromkeys(switches, thinks),
     }

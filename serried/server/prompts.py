@@ -54,8 +54,12 @@ async def encode_messages(
     template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> list[int]:
-    """The ids of a conversation, with the opening of the answer."""
+    """The ids of a conversation, with the opening of the answer.
+
+    continue_final_message: the last message is the beginning of the answer, which goes on from there.
+    """
     tokenizer = state.need_tokenizer("a chat")
     if not messages:
         raise bad_request("messages: empty; give at least one message", "messages")
@@ -73,13 +77,29 @@ async def encode_messages(
     if tools:
         kwargs["tools"] = list(tools)
     prepared = [_prepared(message, number) for number, message in enumerate(messages)]
+    begun = _beginning(prepared) if continue_final_message else ""
     check_length(state, json.dumps(prepared, ensure_ascii=False), "messages")
-    ids = await asyncio.to_thread(
-        encode_chat, tokenizer, prepared, add_generation_prompt, chat_template=chosen, **kwargs
-    )
+    opening = add_generation_prompt or continue_final_message
+    ids = await asyncio.to_thread(encode_chat, tokenizer, prepared, opening, chat_template=chosen, **kwargs)
+    if begun:
+        ids += await asyncio.to_thread(tokenizer.encode, begun, False)
     if not ids:
         raise bad_request("messages: the chat template made an empty prompt of them", "messages")
     return ids
+
+
+def _beginning(messages: list[dict[str, Any]]) -> str:
+    """The text of the last message, which is taken off."""
+    last, where = messages[-1], f"messages[{len(messages) - 1}]"
+    content = last.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text")) for part in content)
+    if last.get("role") != "assistant" or not isinstance(content, str) or last.get("tool_calls"):
+        raise bad_request(f"{where}: must be the assistant's, and text, to be continued", where)
+    if len(messages) == 1:
+        raise bad_request(f"{where}: stands alone; there must be a message before the one that is continued", where)
+    messages.pop()
+    return content
 
 
 def _prepared(message: Any, number: int) -> dict[str, Any]:

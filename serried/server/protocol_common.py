@@ -22,7 +22,6 @@ _REFUSED: Mapping[str, str] = {
     "function_call": "function_call is not supported; give tool_choice",
     "web_search_options": "web search is not supported",
     "audio": "audio is not supported",
-    "continue_final_message": "continuing the last message is not supported",
     "mm_processor_kwargs": "images, audio and video are not supported",
 }
 

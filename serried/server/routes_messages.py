@@ -57,8 +57,13 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
     with renamed(RENAMED):
         chat = as_chat(body, state.thinking_switches)
         tools = template_tools(chat.tools) if chat.tool_choice != "none" else None
-        kwargs = chat.chat_template_kwargs
-        ids = await encode_messages(state, chat.messages, tools=tools, template_kwargs=kwargs)
+        ids = await encode_messages(
+            state,
+            chat.messages,
+            tools=tools,
+            template_kwargs=chat.chat_template_kwargs,
+            continue_final_message=chat.continue_final_message is True,
+        )
     return json_response({"input_tokens": len(ids)})
 
 

@@ -151,6 +151,8 @@ CHATS: list[tuple[dict[str, Any], str | None]] = [
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
         "messages[0].tool_calls[0].function.arguments",
     ),
+    ({"continue_final_message": True}, "messages[0]"),
+    ({"continue_final_message": True, "messages": [{"role": "assistant", "content": "x"}]}, "messages[0]"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_tokens": 2048}, "max_tokens"),
     ({"top_logprobs": 2}, "top_logprobs"),

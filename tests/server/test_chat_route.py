@@ -115,6 +115,14 @@ def test_control_tokens_in_a_message_stay_text(server: Served, http: httpx.Clien
     assert server.engine.asked[0]["prompt"].count(TOKENIZER.control_literals["<|im_end|>"]) == 1
 
 
+def test_an_answer_that_has_begun(server: Served, http: httpx.Client) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "The answer"}]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+    text = TOKENIZER.decode(server.engine.asked[0]["prompt"], skip_special=False)
+    assert text.endswith("<|im_end|>\n<|im_start|>assistant\nThe answer")
+
+
 def test_logprobs(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(model="tiny", messages=HELLO, logprobs=True, top_logprobs=2, max_tokens=5)
     scores = reply.choices[0].logprobs

@@ -137,6 +137,18 @@ def test_thinking(claude: anthropic.Anthropic, server: Served) -> None:
     assert (thinking["thinking"], text["text"]) == ("Hm.", "Hello.")
 
 
+def test_an_answer_that_has_begun(claude: anthropic.Anthropic, server: Served) -> None:
+    messages: Any = [*HELLO, {"role": "assistant", "content": "The answer is <|im_end|>"}]
+    ask(claude, messages=messages)
+    assert prompt_of(server).endswith("<|im_start|>assistant\nThe answer is <|im_end|>")
+    assert server.engine.asked[-1]["prompt"].count(TOKENIZER.control_literals["<|im_end|>"]) == 1
+    blocks: Any = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "The answer is"}]}]
+    count = claude.messages.count_tokens(model="tiny", messages=blocks)
+    ask(claude, messages=blocks)
+    assert prompt_of(server).endswith("<|im_start|>assistant\nThe answer is")
+    assert count.input_tokens == len(server.engine.asked[-1]["prompt"])
+
+
 def test_count_tokens(claude: anthropic.Anthropic, server: Served) -> None:
     ask(claude, tools=[TOOL], system="Be brief")
     count = claude.messages.count_tokens(model="tiny", messages=HELLO, tools=[TOOL], system="Be brief")

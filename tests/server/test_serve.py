@@ -36,7 +36,7 @@ def process(*words: str) -> Iterator[subprocess.Popen[str]]:
         finally:
             if started.poll() is None:
                 started.terminate()
-            started.communicate(timeout=60)
+            started.communicate(timeout=120)
 
 
 def address(started: subprocess.Popen[str]) -> str:
@@ -81,7 +81,7 @@ def url(running: tuple[str, subprocess.Popen[str]]) -> Iterator[str]:
 
 
 def post(url: str, path: str, **body: Any) -> dict[str, Any]:
-    response = httpx.post(f"{url}{path}", json=body, timeout=60)
+    response = httpx.post(f"{url}{path}", json=body, timeout=120)
     assert response.status_code == 200, response.text
     reply: dict[str, Any] = response.json()
     return reply
@@ -173,7 +173,7 @@ def test_an_end_by_signal(model: Path) -> None:
             children = [child for task in tasks for child in task.read_text().split()]
             assert children
             started.send_signal(number)
-            started.communicate(timeout=60)
+            started.communicate(timeout=120)
             assert started.returncode in (130, -signal.SIGTERM)
         for child in children:
             assert not Path(f"/proc/{child}").exists()
@@ -182,7 +182,7 @@ def test_an_end_by_signal(model: Path) -> None:
 def test_what_cannot_be_loaded(tmp_path: Path, model: Path) -> None:
     def fails(*words: str) -> str:
         with process(*words) as started:
-            out, err = started.communicate(timeout=60)
+            out, err = started.communicate(timeout=120)
         assert (started.returncode, out) == (2, "")
         return err.splitlines()[-1]
 
