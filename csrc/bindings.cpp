@@ -16,6 +16,7 @@
 #include "comm/bindings_comm.hpp"
 #include "cpu.hpp"
 #include "kernels/kernels.hpp"
+#include "program/choose.hpp"
 #include "program/pool.hpp"
 #include "program/program.hpp"
 
@@ -143,9 +144,9 @@ int64_t input_stride(const Weight& weight) {
   return quantized(weight.format) ? round_up(weight.inputs, kTile) : weight.inputs;
 }
 
-// Sizes of the nine arrays, then the arrays: see StepInput.pack in serried/backends/step.py.
+// Sizes of the ten arrays, then the arrays: see StepInput.pack in serried/backends/step.py.
 Step unpack(const Ints& flat, Logits& logits) {
-  constexpr int kArrays = 9;  // the last, how tokens are chosen, is not the program's business
+  constexpr int kArrays = 10;  // the last, what else is wanted of the logits, is not the program's business
   const int32_t* data = flat.data();
   if (flat.size() < kArrays) throw std::invalid_argument("a step is too short");
   const int32_t* at[kArrays];
@@ -157,7 +158,8 @@ Step unpack(const Ints& flat, Logits& logits) {
   }
   if (offset != static_cast<int64_t>(flat.size())) throw std::invalid_argument("a step of the wrong size");
   if (static_cast<int64_t>(logits.shape(0)) < data[7]) throw std::invalid_argument("too few rows for the logits");
-  return {at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], data[0], data[4], data[7], logits.data()};
+  return {at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], data[0], data[4], data[7],
+          logits.data(), at[8], data[8] / Pick::kWords};
 }
 
 Attention attention_of(int query_heads, int kv_heads, int head_dim, int rotary_dim, float scale, float softcap,
@@ -169,38 +171,20 @@ Attention attention_of(int query_heads, int kv_heads, int head_dim, int rotary_d
           reinterpret_cast<void*>(k_cache), reinterpret_cast<void*>(v_cache), block_size};
 }
 
-// For each row: the index of the largest logit (temperature 0), or of the largest noisy one, and its value. Rows are
-// shared among the pool's threads.
+// See pick_rows; with arrays of numpy.
 void pick(Program& p, Logits logits, int64_t own, int64_t first, Doubles temperatures,
           nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig> seeds, Ints positions, Longs indices, Doubles scores) {
-  const auto rows = static_cast<int64_t>(temperatures.size()), stride = static_cast<int64_t>(logits.shape(1));
-  const float* data = logits.data();
-  const double* t = temperatures.data();
-  const uint64_t* seed = seeds.data();
-  const int32_t* position = positions.data();
-  int64_t* index = indices.data();
-  double* score = scores.data();
+  const auto rows = static_cast<int64_t>(temperatures.size());
+  const auto of = [t = temperatures.data(), s = seeds.data(), at = positions.data()](int64_t row) {
+    return Pick{t[row], s[row], at[row]};
+  };
   nb::gil_scoped_release release;
   const int64_t start = now_ns();
-  const auto some = [&](int64_t row, int64_t end) {
-    for (; row < end; ++row) {
-      if (t[row] > 0) {
-        p.k.gumbel_argmax(data + row * stride, own, first, t[row], seed[row],
-                               static_cast<uint32_t>(position[row]), index + row, score + row);
-        continue;
-      }
-      float value = 0;
-      p.k.argmax(data + row * stride, own, index + row, &value);
-      score[row] = value;
-    }
-  };
-  if (rows == 1) {
-    some(0, 1);  // not worth another thread's waking
-  } else {
-    p.pool.run([&](int thread, int threads) {
-      const auto [begin, end] = share(rows, thread, threads);
-      some(begin, end);
-    });
+  std::vector<Candidate> best(static_cast<size_t>(rows));
+  pick_rows(p, {logits.data(), static_cast<int64_t>(logits.shape(1)), own, first}, rows, of, best.data());
+  for (size_t row = 0; row < best.size(); ++row) {
+    indices.data()[row] = best[row].token - first;
+    scores.data()[row] = best[row].score;
   }
   p.times.total += now_ns() - start;
 }
@@ -257,6 +241,12 @@ void bind_program(nb::module_& m) {
         const Step step = unpack(flat, logits);
         nb::gil_scoped_release release;
         p.run(step);
+      })
+      .def("choose", [](Program& p, Ints flat, Logits logits, int64_t own, int64_t first, Longs tokens) {
+        const Step step = unpack(flat, logits);
+        if (static_cast<int64_t>(tokens.size()) < step.logit_count) throw std::invalid_argument("too few tokens");
+        nb::gil_scoped_release release;
+        choose(p, step, own, first, tokens.data());
       })
       .def("pick", &pick)
       .def("times", [](Program& p) {

@@ -2,6 +2,7 @@
 // NumPy nor PyTorch is needed here; whoever calls keeps it alive and large enough.
 #pragma once
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -112,10 +113,12 @@ inline void bind_comm(nb::module_& m) {
   nb::class_<StepRing>(m, "StepRing")
       .def(
           "write",
-          [](StepRing& ring, uintptr_t data, size_t bytes, double timeout) {
-            ring.write(pointer<const void>(data), bytes, static_cast<int64_t>(std::min(timeout, 1e9) * kSecond));
+          [](StepRing& ring, const nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& frame,
+             double timeout) {
+            nb::gil_scoped_release release;
+            ring.write(frame.data(), frame.nbytes(), static_cast<int64_t>(std::min(timeout, 1e9) * kSecond));
           },
-          nb::call_guard<nb::gil_scoped_release>(), nb::arg("data"), nb::arg("bytes"), nb::arg("timeout"))
+          nb::arg("frame"), nb::arg("timeout"))
       .def("read", [](StepRing& ring) {
         std::string frame;
         {

@@ -97,9 +97,10 @@ void ShmComm::open(Op op, size_t bytes) {
   stats.bytes += bytes;
 }
 
-void* ShmComm::begin(Op op, size_t bytes) {
+void* ShmComm::begin(Op op, size_t bytes, bool more) {
   if (bytes > slot_bytes_) throw std::length_error("a step brings more than a slot holds");
   open(op, bytes);
+  if (more) --stats_[static_cast<int>(op)].calls;
   started_ = 0;
   return next();
 }

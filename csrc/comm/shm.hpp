@@ -57,8 +57,8 @@ class ShmComm {
 
   // --- A step, for a program: no allocation, no copy. ---
   // Opens an operation: this rank's slot, of slot_bytes, to be written (by any thread). bytes: what it will bring, for
-  // the counters; std::length_error where that is more than a slot.
-  void* begin(Op op, size_t bytes);
+  // the counters; std::length_error where that is more than a slot. more: a further piece of the same operation.
+  void* begin(Op op, size_t bytes, bool more = false);
   // Own slot for a further step of the same operation. The peers' slots of the step before stay readable until post.
   void* next();
   void post();

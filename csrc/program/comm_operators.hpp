@@ -10,11 +10,10 @@
 
 namespace serried {
 
-
-// Runs one exchange: write(slot) fills this rank's slot, then read(peers) uses all ranks' slots.
+// Runs one exchange: write(slot) fills this rank's slot, then read(peers) uses all ranks' slots. more: see begin.
 template <class Write, class Read>
-void exchange(Program& p, Op op, size_t bytes, Write&& write, Read&& read) {
-  write(static_cast<char*>(p.comm->begin(op, bytes)));
+void exchange(Program& p, Op op, size_t bytes, bool more, Write&& write, Read&& read) {
+  write(static_cast<char*>(p.comm->begin(op, bytes, more)));
   p.comm->post();
   const int64_t before = now_ns();
   p.comm->wait();
@@ -46,7 +45,7 @@ struct EmbedOp final : Operator {
         return const_cast<float*>(reinterpret_cast<const float*>(slot)) + static_cast<size_t>(t - first) * columns;
       };
       exchange(
-          p, Op::kAllReduce, static_cast<size_t>(last - first) * columns * sizeof(float),
+          p, Op::kAllReduce, static_cast<size_t>(last - first) * columns * sizeof(float), first > 0,
           [&](char* slot) {
             for (int32_t t = first; t < last; ++t)
               if (owner(step.tokens[t]) == p.rank()) look_up(p, step.tokens[t], at(slot, t));
@@ -122,7 +121,7 @@ struct ReduceOp final : Operator {
       const int64_t rows = std::min<int64_t>(piece, step.token_count - first);
       const bool two_shot = static_cast<int64_t>(row) * rows * most >= p.two_shot_from;
       exchange(
-          p, Op::kReduceNodes, row * static_cast<size_t>(rows * own(p)),
+          p, Op::kReduceNodes, row * static_cast<size_t>(rows * own(p)), first > 0,
           [&](char* slot) { bring(p, slot, first, rows); },
           [&] {
             const float* slots[kMaxSlots];
@@ -191,7 +190,7 @@ struct GatherColumnsOp final : Operator {
     for (int64_t first = 0; first < step.token_count; first += piece) {
       const int64_t rows = std::min<int64_t>(piece, step.token_count - first);
       exchange(
-          p, Op::kAllGather, static_cast<size_t>(rows * own) * sizeof(float),
+          p, Op::kAllGather, static_cast<size_t>(rows * own) * sizeof(float), first > 0,
           [&](char* slot) { copy(in.row<float>(first), in.stride, reinterpret_cast<float*>(slot), own, own, rows); },
           [&] {
             int64_t column = 0;

@@ -22,6 +22,16 @@ struct Step {
   const int32_t* logit_rows;
   int32_t token_count, sequences, logit_count;
   float* logits;  // [logit_count, logits_stride]: where the LM head writes
+  const int32_t* picks;  // [pick_count, Pick::kWords]: where tokens are to be chosen here, how, for each row of logits
+  int32_t pick_count;
+};
+
+// How the token of a row is chosen: see serried/backends/picks.py. Six words; the last is not used.
+struct Pick {
+  double temperature;
+  uint64_t seed;
+  int32_t position;
+  static constexpr int32_t kWords = 6;
 };
 
 // A weight in tiles, or a plain float32 vector (inputs == 0).

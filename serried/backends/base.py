@@ -98,6 +98,13 @@ class Program(Protocol):
         """Run one step: this rank's part of the logits, float32 [Q, own vocabulary]."""
         ...
 
+    def choose(self, step: StepInput, first: int, comm: Communicator) -> list[int] | None:
+        """Run a step and choose the token of each of its rows by its picks, on rank 0; None on the others.
+
+        first: the id of the first token whose logits are this rank's. NO_TOKEN where none may be chosen.
+        """
+        ...
+
     def pick(
         self, logits: Logits, first: int, temperatures: Float64, seeds: UInt64, positions: Int32
     ) -> tuple[Int64, Float64]:

@@ -134,7 +134,8 @@ class NativeBackend:
         self._program = core.Program(self.kernels, self.pool, native, budget, budget, self._two_shot_from(), self.dtype)
         forward(self)
         self._program.finish()
-        return NativeProgram(self._program, self.comm, self._own_vocab, dict(self._reductions))
+        counted = dict(self._reductions) if native is None else {}  # a ShmComm knows what its C++ has done
+        return NativeProgram(self._program, self.comm, self._own_vocab, counted)
 
     # The operators
 
@@ -234,24 +235,39 @@ class NativeBackend:
 
 
 class NativeProgram:
-    """A recorded forward. `reductions`: the all-reduces of a step, by operation, for the group's counters."""
+    """A recorded forward. reductions: the all-reduces of a step by operation, where the group does not count them."""
 
     def __init__(self, program: Any, comm: Communicator, own_vocab: int, reductions: Mapping[str, int]) -> None:
         self.native = program
         self._comm = comm
         self._own_vocab = own_vocab
         self._reductions = reductions
+        self._logits = self._room(0)  # of `choose`: used again by the next step
 
     def run(self, step: StepInput) -> npt.NDArray[np.float32]:
         # Rows of whole tiles, made new: who gets them may keep them.
-        logits = np.empty((step.logit_rows.size, -(-self._own_vocab // TILE) * TILE), np.float32)
-        before = self._timings()
+        logits = self._room(step.logit_rows.size)
+        self._run(self.native.run, step, logits)
+        return logits[:, : self._own_vocab]
+
+    def choose(self, step: StepInput, first: int, comm: Communicator) -> list[int] | None:
+        rows = step.logit_rows.size
+        if len(self._logits) < rows:
+            self._logits = self._room(rows)
+        tokens = np.empty(rows, np.int64)
+        self._run(self.native.choose, step, self._logits, self._own_vocab, first, tokens)
+        return tokens.tolist() if comm.rank == 0 else None
+
+    def _room(self, rows: int) -> npt.NDArray[np.float32]:
+        return np.empty((rows, -(-self._own_vocab // TILE) * TILE), np.float32)
+
+    def _run(self, call: Callable[..., None], step: StepInput, *arguments: Any) -> None:
         try:
-            self.native.run(step.pack(), logits)
+            call(step.flat, *arguments)
         except core.CommError as error:
             raise RankFailed(*error.args) from None
-        self._count(before)
-        return logits[:, : self._own_vocab]
+        for name, calls in self._reductions.items():
+            self._comm.counters.enter(name, calls, 0, 0.0)
 
     def pick(
         self, logits: Logits, first: int, temperatures: Float64, seeds: UInt64, positions: Int32
@@ -265,18 +281,6 @@ class NativeProgram:
         whole = np.ascontiguousarray(logits) if base is None else base
         self.native.pick(whole, own, first, temperatures, seeds, positions, places, scores)
         return places, scores
-
-    def _timings(self) -> dict[str, tuple[int, float]]:
-        timings = getattr(self._comm, "timings", None)
-        return {name: (t.bytes, t.total_s) for name, t in timings().items()} if timings else {}
-
-    def _count(self, before: Mapping[str, tuple[int, float]]) -> None:
-        """Enter the step's collectives, which ran in C++, in the group's counters."""
-        after = self._timings()
-        for name, calls in self._reductions.items():
-            bytes_before, seconds_before = before.get(name, (0, 0.0))
-            moved, seconds = after.get(name, (0, 0.0))
-            self._comm.counters.enter(name, calls, moved - bytes_before, seconds - seconds_before)
 
 
 def leaf_table(plan: ReductionPlan, rank: int) -> list[list[int]]:

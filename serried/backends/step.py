@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +20,10 @@ class StepInput:
     row_starts: [R + 1] where each sequence's tokens begin in T. kv_lens: [R] how many positions of each sequence the
     cache holds once this step's are written.
     block_starts: [R + 1] where each sequence's blocks begin in `blocks`, its block table: [B] cache blocks in order.
-    logit_rows: [Q] the rows of T whose logits are wanted, ascending. sampling: what is wanted of them (packed Wants,
-    see engine/wants.py, with sparse edits of logits and bitmasks of allowed tokens), or nothing where the logits
-    themselves are wanted.
+    logit_rows: [Q] the rows of T whose logits are wanted, ascending. picks: how their tokens are chosen, where all that
+    is wanted of every row is a token that one candidate of each rank is enough for: [6 Q], see picks.py. sampling: else
+    what is wanted of them (packed Wants, see engine/wants.py, with sparse edits of logits and bitmasks of allowed
+    tokens). Neither: the logits themselves.
     """
 
     tokens: Int32
@@ -32,20 +34,29 @@ class StepInput:
     block_starts: Int32
     blocks: Int32
     logit_rows: Int32
+    picks: Int32
     sampling: Int32
 
-    def pack(self) -> Int32:
+    @cached_property
+    def flat(self) -> Int32:
         """All arrays in one: their sizes, then their contents. What the ranks are sent."""
-        arrays = [getattr(self, field.name) for field in fields(self)]
+        arrays = [getattr(self, name) for name in _NAMES]
         return np.concatenate([np.array([a.size for a in arrays], np.int32), *arrays])
 
     @classmethod
     def unpack(cls, flat: Int32) -> StepInput:
-        """The inverse of pack."""
-        count = len(fields(cls))
-        edges = count + np.concatenate([[0], np.cumsum(flat[:count])])
-        return cls(*(flat[edges[i] : edges[i + 1]] for i in range(count)))
+        """The inverse of flat."""
+        arrays, start = [], len(_NAMES)
+        for size in flat[: len(_NAMES)].tolist():
+            arrays.append(flat[start : start + size])
+            start += size
+        step = cls(*arrays)
+        step.__dict__["flat"] = flat
+        return step
 
     @property
     def requests(self) -> int:
         return int(self.kv_lens.size)
+
+
+_NAMES = tuple(field.name for field in fields(StepInput))

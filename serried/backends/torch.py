@@ -23,6 +23,7 @@ from serried.backends.base import (
     UInt64,
 )
 from serried.backends.philox import pick_rows
+from serried.backends.picks import gather_best, unpack_picks
 from serried.backends.step import Int32, StepInput
 from serried.errors import InputError
 from serried.kv.cache import CacheShape
@@ -264,6 +265,14 @@ class _TorchProgram:
     def run(self, step: StepInput) -> npt.NDArray[np.float32]:
         logits: npt.NDArray[np.float32] = self.backend.run(self.forward, step).cpu().numpy()
         return logits
+
+    def choose(self, step: StepInput, first: int, comm: Communicator) -> list[int] | None:
+        own = self.run(step)
+        if own.shape[1]:
+            places, scores = self.pick(own, first, *unpack_picks(step.picks))
+        else:  # a rank without a part of the vocabulary
+            places, scores = np.zeros(len(own), np.int64), np.full(len(own), -np.inf)
+        return gather_best(places + first, scores, comm)
 
     def pick(
         self, logits: Logits, first: int, temperatures: Float64, seeds: UInt64, positions: Int32

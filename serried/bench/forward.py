@@ -70,7 +70,11 @@ def measure(
 
 
 def _run(executor: Executor, step: StepInput, count: int, sample: Samples) -> None:
-    """`count` steps; the median second, and the shares of all of them together."""
+    """`count` steps; the median second, and the shares of all of them together.
+
+    One more comes before them, for the measuring of the limit has put ranks to sleep and their code out of the caches.
+    """
+    executor.execute(step)
     probe = _Probe(executor)
     seconds = []
     for _ in range(count):

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from serried.backends.base import Logits, Program
+from serried.backends.picks import NO_TOKEN, gather_best
 from serried.engine.edits import Edits
-from serried.engine.sampler import NO_TOKEN, NOTHING, Offer, decide, make_offer
+from serried.engine.sampler import NOTHING, Offer, decide, make_offer
 from serried.engine.wants import Want, columns
 from serried.parallel.comm import Communicator
 
@@ -62,22 +63,11 @@ def _choose_single(
     program: Program, own: Logits, first: int, wants: Sequence[Want], comm: Communicator
 ) -> list[int] | None:
     """Where one candidate of each rank is enough, for all rows: two words a row and rank, in one gather."""
-    count = len(wants)
     if own.shape[1]:
         places, scores = program.pick(own, first, *columns(wants))
-        ids = places + first
-    else:  # a rank without a part of the vocabulary
-        ids, scores = np.full(count, -1, np.int64), np.full(count, -np.inf)
-    ids = np.where(scores > -np.inf, ids, NO_TOKEN)
-    if comm.size == 1:
-        return [int(i) for i in ids]
-    # As int64: a Communicator moves bits, and float64 is none of its dtypes.
-    whole: Any = comm.gather(np.concatenate([ids, scores.view(np.int64)]), [2 * count] * comm.size)
-    if whole is None:
-        return None
-    table = whole.reshape(comm.size, 2, count)
-    winners = table[:, 1].copy().view(np.float64).argmax(axis=0)  # the first rank of equals holds the lowest id
-    return [int(table[rank, 0, row]) for row, rank in enumerate(winners)]
+        return gather_best(places + first, scores, comm)
+    # a rank without a part of the vocabulary
+    return gather_best(np.full(len(wants), NO_TOKEN), np.full(len(wants), -np.inf), comm)
 
 
 def make_offers(program: Program, own: Logits, first: int, wants: Sequence[Want], factor: int) -> list[Offer]:

@@ -9,12 +9,12 @@ from itertools import count
 from typing import Protocol
 
 from serried.backends.philox import sample_seed
+from serried.backends.picks import NO_TOKEN
 from serried.backends.step import StepInput
 from serried.engine.batch import build_step
 from serried.engine.edits import nothing_left
 from serried.engine.interface import TokenLogprobs
 from serried.engine.request import Grammar, Request
-from serried.engine.sampler import NO_TOKEN
 from serried.engine.scheduler import Scheduler
 from serried.engine.worker import StepOutput
 from serried.errors import InputError

@@ -137,7 +137,7 @@ class ProcessExecutor(LocalExecutor):
 
     def execute(self, step: StepInput) -> StepOutput:
         try:
-            self._channel.send(step.pack())
+            self._channel.send(step.flat)
             return super().execute(step)
         except BaseException as error:
             self._end(error)
@@ -189,7 +189,7 @@ class TorchrunExecutor(LocalExecutor):
         super().__init__(config, source, progress if self.decides else None, comm)
 
     def execute(self, step: StepInput) -> StepOutput:
-        flat = step.pack()
+        flat = step.flat
         self._say(flat.size)
         self.worker.comm.broadcast(flat)
         return super().execute(step)

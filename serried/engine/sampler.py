@@ -18,10 +18,10 @@ import numpy as np
 
 from serried.backends.base import Float64, Int64, Logits
 from serried.backends.philox import gumbel_noise, pick_rows
+from serried.backends.picks import NO_TOKEN
 from serried.engine.wants import Want, columns
 
 LEAF = 64  # vocabulary rows
-NO_TOKEN = -1  # where no token may be chosen: every logit is -inf, or none is a number
 NOTHING: Float64 = np.empty(0, np.float64)
 
 

@@ -68,6 +68,11 @@ class Want:
         return self.temperature == 0 or (self.top_k == 0 and self.top_p == 1 and self.min_p == 0)
 
     @property
+    def plain(self) -> bool:
+        """Whether a token is all that is wanted, and one candidate of each rank, of the logits as they are, enough."""
+        return self.single and self.samples and self.logprobs < 0 and not self.edits
+
+    @property
     def open_ended(self) -> bool:
         """Whether more candidates may be needed than a rank offers at first."""
         return not self.single and self.top_k == 0

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from serried.backends.picks import PICK_WORDS
 from serried.backends.registry import create_backend
 from serried.backends.step import StepInput
 from serried.config import EngineConfig
@@ -104,11 +105,15 @@ class Worker:
             self._executing += time.perf_counter() - start
 
     def _execute(self, step: StepInput) -> StepOutput | None:
+        first = self.model.lm_head.span.start
+        if step.sampling.size == 0 and step.picks.size == PICK_WORDS * step.logit_rows.size:
+            chosen = self.program.choose(step, first, self.comm)
+            return None if chosen is None else StepOutput(tokens=chosen)
         own = self.program.run(step)
         if step.sampling.size == 0:
             logits = self.model.lm_head.gather(np.ascontiguousarray(own))
             return None if logits is None else StepOutput(logits=logits)
-        wants, first = unpack_wants(step.sampling), self.model.lm_head.span.start
+        wants = unpack_wants(step.sampling)
         tokens = choose_tokens(self.program, own, first, wants, self.comm)
         logprobs = score_tokens(own, first, wants, tokens, self.comm)
         return None if tokens is None or logprobs is None else StepOutput(tokens=tokens, logprobs=logprobs)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from serried.parallel.reduction import ReductionPlan
@@ -22,11 +22,15 @@ class Count:
     seconds: float = 0.0
 
 
-@dataclass
 class Counters:
     """Counts by operation. `all_reduces` adds up the two operations that are an all-reduce."""
 
-    by_operation: dict[str, Count] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._counts: dict[str, Count] = {}
+
+    @property
+    def by_operation(self) -> Mapping[str, Count]:
+        return self._counts
 
     @contextmanager
     def count(self, operation: str, size: int) -> Iterator[None]:
@@ -39,7 +43,7 @@ class Counters:
 
     def enter(self, operation: str, calls: int, size: int, seconds: float) -> None:
         """Enter calls that were made and timed elsewhere."""
-        count = self.by_operation.setdefault(operation, Count())
+        count = self._counts.setdefault(operation, Count())
         count.calls += calls
         count.bytes += size
         count.seconds += seconds
@@ -49,7 +53,8 @@ class Counters:
         return sum(self.calls(name) for name in ("all_reduce", "reduce_nodes"))
 
     def calls(self, operation: str) -> int:
-        return self.by_operation[operation].calls if operation in self.by_operation else 0
+        count = self.by_operation.get(operation)
+        return count.calls if count else 0
 
     @property
     def bytes(self) -> int:
@@ -60,7 +65,7 @@ class Counters:
         return sum(count.seconds for count in self.by_operation.values())
 
     def reset(self) -> None:
-        self.by_operation.clear()
+        self._counts.clear()
 
 
 class Communicator(Protocol):

@@ -8,14 +8,14 @@ from __future__ import annotations
 import importlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from serried.errors import RankFailed
-from serried.parallel.comm import Array, Communicator, Counters, LocalComm
+from serried.parallel.comm import Array, Communicator, Count, Counters, LocalComm
 from serried.parallel.reduction import ReductionPlan
 from serried.parallel.select import ALGORITHMS, DEFAULT_TABLE, AlgorithmTable, Operation, choose
 
@@ -31,6 +31,21 @@ class Timing(NamedTuple):
     bytes: int
     wait_s: float
     total_s: float
+
+
+class _NativeCounters(Counters):
+    """Counters that are kept in C++, by the operations themselves; `read` and `clear` reach them."""
+
+    def __init__(self, read: Callable[[], Mapping[str, Timing]], clear: Callable[[], None]) -> None:
+        super().__init__()
+        self._read, self._clear = read, clear
+
+    @property
+    def by_operation(self) -> Mapping[str, Count]:
+        return {name: Count(t.calls, t.bytes, t.total_s) for name, t in self._read().items()}
+
+    def reset(self) -> None:
+        self._clear()
 
 
 class _FlatPlan:
@@ -55,10 +70,11 @@ class StepRing:
         self._native = None
 
     def write(self, frame: Array, timeout: float) -> None:
-        """Rank 0: hand a frame to everybody. RankFailed names who has died, or has read nothing for `timeout` s."""
-        frame = _contiguous(frame)
-        with _named_ranks(self._error):
-            self._native.write(_address(frame), frame.nbytes, timeout)
+        """Rank 0: hand int32 words to everybody. RankFailed names who has died, or has read nothing for `timeout` s."""
+        try:
+            self._native.write(frame, timeout)
+        except self._error as error:
+            raise RankFailed(*error.args) from None
 
     def read(self) -> bytes:
         """The others: the next frame, however long it takes. RankFailed where a rank has failed or died."""
@@ -101,7 +117,8 @@ class ShmComm:
         self.native = native
         self.rank: int = native.rank
         self.size: int = native.size
-        self.counters = Counters()
+        self.counters: Counters = _NativeCounters(self.timings, self.reset_timings)
+        self._last: dict[str, Timing] = {}  # timings, once this rank has left the group
         self.names, self.algorithm, self.table = tuple(names), algorithm, table
         self._error = error
         self._plans: dict[int, _FlatPlan] = {}
@@ -131,7 +148,7 @@ class ShmComm:
     def all_reduce(self, x: Array) -> Array:
         x = _contiguous(x, writable=True)
         algorithm = self._algorithm("all_reduce", x.nbytes)
-        self._run("all_reduce", x.nbytes, _address(x), math.prod(x.shape), _element(x), algorithm)
+        self._run("all_reduce", _address(x), math.prod(x.shape), _element(x), algorithm)
         return x
 
     def reduce_nodes(self, nodes: Array, plan: ReductionPlan) -> Array:
@@ -144,7 +161,7 @@ class ShmComm:
         out = _empty(nodes, (tokens, columns))
         algorithm = self._algorithm("reduce_nodes", 4 * tokens * columns * max(plan.counts))
         where = tokens, columns, _address(out), algorithm
-        self._run("reduce_nodes", nodes.nbytes, _address(nodes), *flat.arguments, *where)
+        self._run("reduce_nodes", _address(nodes), *flat.arguments, *where)
         return out
 
     def reduce_scatter(self, x: Array, parts: Sequence[int]) -> Array:
@@ -154,44 +171,44 @@ class ShmComm:
         row = math.prod(x.shape[1:])
         out = _empty(x, (parts[self.rank], *x.shape[1:]))
         counts = [part * row for part in parts]
-        self._run("reduce_scatter", x.nbytes, _address(x), counts, _element(x), _address(out))
+        self._run("reduce_scatter", _address(x), counts, _element(x), _address(out))
         return out
 
     def all_gather(self, x: Array, parts: Sequence[int], dim: int = 0) -> Array:
         x = _contiguous(x)
         rows, widths, shape = self._parts(x, parts, dim)
         out = _empty(x, shape)
-        self._run("all_gather", x.nbytes, _address(x), rows, widths, _address(out))
+        self._run("all_gather", _address(x), rows, widths, _address(out))
         return out
 
     def gather(self, x: Array, parts: Sequence[int], dim: int = 0, root: int = 0) -> Array | None:
         x = _contiguous(x)
         rows, widths, shape = self._parts(x, parts, dim)
         out = _empty(x, shape) if self.rank == self._member(root) else None
-        self._run("gather", x.nbytes, _address(x), rows, widths, root, 0 if out is None else _address(out))
+        self._run("gather", _address(x), rows, widths, root, 0 if out is None else _address(out))
         return out
 
     def broadcast(self, x: Array, root: int = 0) -> Array:
         mine = self.rank == self._member(root)
         x = _contiguous(x, writable=not mine)
-        self._run("broadcast", x.nbytes if mine else 0, _address(x), x.nbytes, root)
+        self._run("broadcast", _address(x), x.nbytes, root)
         return x
 
     def send(self, x: Array, to: int) -> None:
         x = _contiguous(x)
-        self._run("send", x.nbytes, _address(x), x.nbytes, self._peer(to))
+        self._run("send", _address(x), x.nbytes, self._peer(to))
 
     def recv(self, x: Array, source: int) -> Array:
         x = _contiguous(x, writable=True)
-        self._run("recv", 0, _address(x), x.nbytes, self._peer(source))
+        self._run("recv", _address(x), x.nbytes, self._peer(source))
         return x
 
     def barrier(self) -> None:
-        self._run("barrier", 0)
+        self._run("barrier")
 
     def agree_min(self, value: int) -> int:
         """The least of what all ranks say."""
-        least: int = self._run("agree_min", 0, value)
+        least: int = self._run("agree_min", value)
         return least
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
@@ -217,6 +234,8 @@ class ShmComm:
 
     def timings(self) -> dict[str, Timing]:
         """What each operation has cost since the last reset, the program's own included."""
+        if self.native is None:
+            return self._last
         stats: dict[str, tuple[int, int, int, int]] = self.native.stats()
         return {
             name: Timing(calls, size, wait / 1e9, total / 1e9) for name, (calls, size, wait, total) in stats.items()
@@ -231,6 +250,7 @@ class ShmComm:
             self.native.fail(reason)
 
     def close(self) -> None:
+        self._last = self.timings()
         native, self.native = self.native, None
         if native is not None:
             native.close()
@@ -269,15 +289,11 @@ class ShmComm:
         if self.native is None:
             raise ValueError(f"{operation}: this rank has closed the group of {_ranks(self.names)}")
 
-    def _run(self, operation: str, brings: int, *arguments: Any) -> Any:
-        """Call an operation to which this rank brings so many bytes; count it, and name the rank that makes it fail."""
+    def _run(self, operation: str, *arguments: Any) -> Any:
+        """Call an operation, and name the rank that makes it fail."""
         self._require_open(operation)
-        with self.counters.count(operation, brings):
-            try:
-                return getattr(self.native, operation)(*arguments)
-            except self._error as error:
-                rank, reason = error.args
-                raise RankFailed(rank, reason) from None
+        with _named_ranks(self._error):
+            return getattr(self.native, operation)(*arguments)
 
 
 @contextmanager

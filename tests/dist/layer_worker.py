@@ -103,6 +103,7 @@ def step(tokens: Sequence[int], logit_rows: Sequence[int]) -> StepInput:
         block_starts=flat([0, 1]),
         blocks=flat([0]),
         logit_rows=flat(logit_rows),
+        picks=flat([]),
         sampling=flat([]),
     )
 

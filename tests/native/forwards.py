@@ -108,6 +108,7 @@ def plain_step(tokens: Sequence[int], rows: Sequence[int] | None = None) -> Step
         block_starts=np.array([0, count], np.int32),
         blocks=np.arange(count, dtype=np.int32),
         logit_rows=np.arange(count, dtype=np.int32) if rows is None else np.array(rows, np.int32),
+        picks=np.empty(0, np.int32),
         sampling=np.empty(0, np.int32),
     )
 

@@ -491,7 +491,7 @@ def test_bad_steps_are_refused() -> None:
     too_long = [1] * (MAX_TOKENS + 1)
     with pytest.raises(ValueError, match="larger than the program's budget"):
         program.run(plain_step(too_long, [0]))
-    flat = plain_step(tokens_of(5)).pack()
+    flat = plain_step(tokens_of(5)).flat
     for broken, message in ((flat[:-1], "wrong size"), (flat[:4], "too short"), (-flat, "negative size")):
         with pytest.raises(ValueError, match=message):
             program.native.run(np.ascontiguousarray(broken), np.empty((5, 128), np.float32))

@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serried.backends.picks import unpack_picks
 from serried.backends.step import StepInput
 from serried.engine.batch import build_step
 from serried.engine.request import Request
@@ -21,7 +22,7 @@ arrays = st.lists(st.integers(-(1 << 31), (1 << 31) - 1), max_size=9).map(lambda
 
 @given(st.tuples(*[arrays] * len(fields(StepInput))))
 def test_what_is_packed_comes_out_again(contents: Any) -> None:
-    flat = StepInput(*contents).pack()
+    flat = StepInput(*contents).flat
     assert flat.dtype == np.int32
     again = StepInput.unpack(np.frombuffer(flat.tobytes(), np.int32))
     for field, wanted in zip(fields(StepInput), contents, strict=True):
@@ -33,9 +34,9 @@ def test_what_is_packed_comes_out_again(contents: Any) -> None:
 def test_a_step_of_three_requests() -> None:
     """A chunk in the middle of a prompt, a decode, and a prompt's last chunk."""
     params = SamplingParams(max_tokens=9)
-    middle = Request(0, list(range(100, 120)), params, 0, blocks=[5, 2, 9, 0, 7, 1, 3])
-    decode = Request(1, [50, 51, 52], params, 0, output=[60, 61], computed=4, blocks=[4, 8, 6])
-    last = Request(2, [70, 71, 72, 73, 74], params, 0, computed=3, blocks=[11, 10])
+    middle = Request(0, list(range(100, 120)), params, 6, blocks=[5, 2, 9, 0, 7, 1, 3])
+    decode = Request(1, [50, 51, 52], params, 7, output=[60, 61], computed=4, blocks=[4, 8, 6])
+    last = Request(2, [70, 71, 72, 73, 74], params, 8, computed=3, blocks=[11, 10])
     step = build_step([Scheduled(middle, 6, 10), Scheduled(decode, 4, 5), Scheduled(last, 3, 5)], 4)
     assert step.tokens.tolist() == [106, 107, 108, 109, 61, 73, 74]
     assert step.positions.tolist() == [6, 7, 8, 9, 4, 3, 4]
@@ -46,11 +47,22 @@ def test_a_step_of_three_requests() -> None:
     assert step.blocks.tolist() == [5, 2, 9, 4, 8, 11, 10]
     assert step.logit_rows.tolist() == [4, 6]
     assert step.requests == 3
-    assert unpack_wants(step.sampling) == [Want.of(decode), Want.of(last)]
+    assert step.sampling.size == 0
+    assert [part.tolist() for part in unpack_picks(step.picks)] == [[1.0, 1.0], [7, 8], [5, 5]]
     every = build_step([Scheduled(middle, 6, 10), Scheduled(last, 3, 5)], 4, whole_logits=True)
     assert every.logit_rows.tolist() == list(range(6))
-    assert every.sampling.size == 0
+    assert every.sampling.size == every.picks.size == 0
     assert all(getattr(step, field.name).dtype == np.int32 for field in fields(StepInput))
+
+
+def test_who_wants_more_than_a_pick() -> None:
+    """One row with top_p, edits or log-probabilities, and all rows go by their wants."""
+    plain = Request(0, [50, 51], SamplingParams(), 3, blocks=[4])
+    for params in ({"top_p": 0.5}, {"logit_bias": {5: 1.0}}, {"logprobs": 0}, {"top_k": 2}):
+        other = Request(1, [52], SamplingParams(**params), 4, blocks=[2])  # type: ignore[arg-type]
+        step = build_step([Scheduled(plain, 0, 2), Scheduled(other, 0, 1)], 4)
+        assert step.picks.size == 0
+        assert unpack_wants(step.sampling) == [Want.of(plain), Want.of(other)]
 
 
 def test_a_prompt_that_is_scored() -> None:

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_sampler import log_softmax
 
+from serried.backends.picks import NO_TOKEN
 from serried.engine.interface import TokenLogprobs
 from serried.engine.logprobs import score_tokens
-from serried.engine.sampler import LEAF, NO_TOKEN
+from serried.engine.sampler import LEAF
 from serried.engine.wants import Want
 from serried.parallel.comm import Counters, LocalComm
 

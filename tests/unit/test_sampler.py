@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from plain_sampler import candidates, chosen
 
 from serried.backends.philox import gumbel_noise, philox4x32, sample_seed
+from serried.backends.picks import NO_TOKEN
 from serried.engine.choice import MORE
 from serried.engine.edits import Edits
 from serried.engine.request import Request
-from serried.engine.sampler import LEAF, NO_TOKEN, Offer, best, decide, make_offer
+from serried.engine.sampler import LEAF, Offer, best, decide, make_offer
 from serried.engine.wants import Want, pack_wants, unpack_wants
 from serried.sampling_params import SamplingParams
 
