@@ -48,8 +48,9 @@ class ServeBench:
         return asyncio.run(self._run(report))
 
     async def _run(self, report: Report) -> dict[str, Any]:
-        limits = _httpx().Limits(max_connections=None)
-        async with _httpx().AsyncClient(timeout=TIMEOUT, headers=self._headers, limits=limits) as client:
+        http = _aiohttp()
+        connections, timeout = http.TCPConnector(limit=0), http.ClientTimeout(total=None, sock_read=TIMEOUT)
+        async with http.ClientSession(connector=connections, timeout=timeout, headers=self._headers) as client:
             model = self.model or await self._served_model(client)
             prompts = self.workload.prompts()
             await self._ask(client, model, prompts[0], Record(0.0), 0.0)
@@ -75,10 +76,10 @@ class ServeBench:
 
     async def _served_model(self, client: Any) -> str:
         try:
-            answer = await client.get(f"{self.base_url}/v1/models")
-            answer.raise_for_status()
-            return str(answer.json()["data"][0]["id"])
-        except (_httpx().HTTPError, KeyError, IndexError, ValueError) as error:
+            async with client.get(f"{self.base_url}/v1/models") as answer:
+                answer.raise_for_status()
+                return str((await answer.json())["data"][0]["id"])
+        except (_aiohttp().ClientError, KeyError, IndexError, ValueError, TimeoutError) as error:
             raise InputError(
                 f"--base-url {self.base_url}: /v1/models does not answer as a server does: {error}"
             ) from None
@@ -94,14 +95,13 @@ class ServeBench:
             **({"ignore_eos": True} if self._ignore_eos else {}),
         }
         try:
-            async with client.stream("POST", f"{self.base_url}/v1/completions", json=body) as answer:
-                if answer.status_code != 200:
-                    text = (await answer.aread()).decode(errors="replace")
-                    record.error = f"status {answer.status_code}: {text[:500]}"
+            async with client.post(f"{self.base_url}/v1/completions", json=body) as answer:
+                if answer.status != 200:
+                    record.error = f"status {answer.status}: {(await answer.text(errors='replace'))[:500]}"
                     return
                 async for event in _events(answer):
                     self._take(event, record, time.perf_counter() - start)
-        except (_httpx().HTTPError, ValueError) as error:
+        except (_aiohttp().ClientError, ValueError, TimeoutError) as error:
             record.error = f"{type(error).__name__}: {error}"
         finally:
             record.done = time.perf_counter() - start
@@ -121,16 +121,16 @@ class ServeBench:
 
 async def _events(answer: Any) -> AsyncIterator[dict[str, Any]]:
     """The JSON documents of a stream of server-sent events."""
-    async for line in answer.aiter_lines():
-        data = line.removeprefix("data:").strip()
-        if not line.startswith("data:") or data == "[DONE]":
+    async for line in answer.content:
+        data = line.removeprefix(b"data:").strip()
+        if not line.startswith(b"data:") or data == b"[DONE]":
             continue
         event: dict[str, Any] = json.loads(data)
         yield event
 
 
-def _httpx() -> Any:
+def _aiohttp() -> Any:
     try:
-        return importlib.import_module("httpx")
+        return importlib.import_module("aiohttp")
     except ImportError:
-        raise InputError("bench serve needs httpx: pip install 'serried[bench]'") from None
+        raise InputError("bench serve needs aiohttp: pip install 'serried[bench]'") from None

@@ -29,6 +29,11 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--prefix-len", type=integer("--prefix-len"), default=0, help="of shared-prefix: tokens in common"
     )
+    group.add_argument(
+        "--vocab-size",
+        type=integer("--vocab-size"),
+        help="of serve: prompts are token ids below it (default: text); for a server without a tokenizer",
+    )
     group.add_argument("--request-rate", type=number("--request-rate"), default=float("inf"), help="a second (inf)")
     group.add_argument("--max-concurrency", type=integer("--max-concurrency"), default=256, help="requests at once")
     group.add_argument("--goodput", help="bounds in ms: ttft:500,tpot:50,e2el:9000")
@@ -36,7 +41,9 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure_serving(args: argparse.Namespace, config: EngineConfig | None) -> dict[str, Any]:
     """Run one of them. config: of throughput; serve asks a server that runs already."""
-    vocab_size = None if config is None else open_model(config.model, config.revision, weights=False).config.vocab_size
+    vocab_size = args.vocab_size
+    if config is not None:
+        vocab_size = open_model(config.model, config.revision, weights=False).config.vocab_size
     workload = Workload(
         args.num_prompts,
         args.input_len,

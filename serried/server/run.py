@@ -46,7 +46,7 @@ class Server(uvicorn.Server):
                 app,
                 http=Http1,
                 ws="none",
-                loop="asyncio",
+                loop="auto",
                 lifespan="on",
                 log_config=log_config(config),
                 access_log=config.access_log,

@@ -202,8 +202,8 @@ def test_a_chat_in_a_terminal() -> None:
         assert "context of 512" in terminal.read_until(r"> $")
         ranks = Watch(children(terminal.process.pid))
         assert ranks.fds
-        terminal.type("What is the capital of France?\n")
-        terminal.read_until("Paris")
+        terminal.type("What is a computer network?\n")
+        terminal.read_until("interconnected")
         os.kill(terminal.process.pid, signal.SIGINT)
         assert "cut after" not in terminal.read_until(r"stopped[^>]*> $")
         terminal.type("/sta\t\n")
