@@ -31,6 +31,8 @@ using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Doubles = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Longs = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Logits = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using DoubleRows = nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using LongRows = nb::ndarray<int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // One instruction set's kernels, opened from their own shared object, which stays open.
 struct KernelSet {
@@ -189,6 +191,29 @@ void pick(Program& p, Logits logits, int64_t own, int64_t first, Doubles tempera
   p.times.total += now_ns() - start;
 }
 
+// What a rank says of some rows of its logits: see SurveyFn. counts: [rows, possible | found], of which `found` says
+// first how many places are wanted at most. sums: for which rows leaves are to be summed.
+void survey(Program& p, Logits logits, int64_t own, Ints rows, Doubles divisors, Ints sums, LongRows counts,
+            LongRows places, DoubleRows leaf_max, DoubleRows leaf_sum) {
+  const auto count = static_cast<int64_t>(rows.size());
+  const auto leaves = static_cast<int64_t>(leaf_max.shape(1));
+  if (count != static_cast<int64_t>(counts.shape(0)) || 64 * leaves < own) throw std::invalid_argument("survey: shapes");
+  nb::gil_scoped_release release;
+  const int64_t start = now_ns();
+  over_rows(p.pool, count, own, [&](int64_t row, int64_t end) {
+    for (; row < end; ++row) {
+      int64_t* numbers = counts.data() + 2 * row;
+      SurveyRow found{0, 0, places.data() + row * static_cast<int64_t>(places.shape(1)),
+                      leaf_max.data() + row * leaves, sums.data()[row] ? leaf_sum.data() + row * leaves : nullptr};
+      const int64_t wanted = std::min(numbers[1], static_cast<int64_t>(places.shape(1)));
+      p.k.survey(logits.data() + rows.data()[row] * static_cast<int64_t>(logits.shape(1)), own, wanted,
+                 divisors.data()[row], &found);
+      numbers[0] = found.possible, numbers[1] = found.found;
+    }
+  });
+  p.times.total += now_ns() - start;
+}
+
 void bind_program(nb::module_& m) {
   nb::class_<Plan>(m, "Plan")
       .def("__init__",
@@ -249,6 +274,7 @@ void bind_program(nb::module_& m) {
         choose(p, step, own, first, tokens.data());
       })
       .def("pick", &pick)
+      .def("survey", &survey)
       .def("times", [](Program& p) {
         const Times t = p.times;
         return std::vector<int64_t>{t.steps, t.total, t.wait, t.exchange};
@@ -284,14 +310,9 @@ NB_MODULE(_core, m) {
       .def(nb::init<const std::string&>())
       .def_prop_ro("isa", [](const KernelSet& k) { return k.table->isa; })
       .def("begin_thread", [](const KernelSet& k) { k.table->begin_thread(); })
-      .def("argmax", [](const KernelSet& k, Floats x) {
-        int64_t index;
-        float value;
-        k.table->argmax(x.data(), static_cast<int64_t>(x.size()), &index, &value);
-        return nb::make_tuple(index, value);
-      })
-      .def("exp_sum", [](const KernelSet& k, Floats x, float max, Floats out) {
-        k.table->exp_sum(x.data(), static_cast<int64_t>(x.size()), max, out.data());
+      .def("gumbel_noise", [](const KernelSet& k, uint64_t seed, uint32_t position, Longs ids, Doubles noise) {
+        const auto n = static_cast<int64_t>(std::min(ids.size(), noise.size()));
+        k.table->gumbel_noise(seed, position, ids.data(), n, noise.data());
       })
       .def("quantize", [](const KernelSet& k, const std::string& format, uintptr_t source, const std::string& from,
                           int64_t rows, int64_t columns, int64_t stride, uintptr_t blocks, int64_t block_stride) {

@@ -1,6 +1,7 @@
 // Checks and speeds of pointwise.hpp.
 #pragma once
 #include "../kernels/pointwise.hpp"
+#include "../kernels/survey.hpp"
 #include "check_support.hpp"
 
 namespace serried {
@@ -8,7 +9,8 @@ namespace {
 
 const std::vector<int> kColumns = {1, 2, 3, 15, 16, 17, 31, 64, 65, 100, 576, 1023};
 
-bool same(float a, float b) { return std::memcmp(&a, &b, 4) == 0; }
+bool same(float a, float b) { return std::memcmp(&a, &b, sizeof a) == 0; }
+bool same(double a, double b) { return std::memcmp(&a, &b, sizeof a) == 0; }
 // bf16 adds its own rounding.
 bool close(double got, double want, Dtype dtype, double relative, double absolute = 1e-7) {
   if (dtype == Dtype::kBFloat16) relative += 0.00391;
@@ -138,6 +140,39 @@ void check_folds() {
     }
 }
 
+// Against a sort of all, and sums by the library's exp. x: with NaN and many equals.
+void check_survey(const std::vector<float>& x) {
+  const auto n = static_cast<int64_t>(x.size()), leaves = (n + 63) / 64;
+  std::vector<int64_t> order;
+  for (int64_t i = 0; i < n; ++i)
+    if (x[i] > -INFINITY) order.push_back(i);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return x[a] > x[b]; });
+  for (int64_t count : {int64_t{1}, int64_t{7}, n / 2 + 1, n}) {
+    std::vector<int64_t> places(static_cast<size_t>(count) + 1, -5);
+    std::vector<double> tops(static_cast<size_t>(leaves)), sums(static_cast<size_t>(leaves) + 1, -5);
+    SurveyRow row{0, 0, places.data(), tops.data(), sums.data()};
+    survey(x.data(), n, count, 0.7, &row);
+    expect(row.possible == static_cast<int64_t>(order.size()), "survey: possible");
+    expect(row.found == std::min<int64_t>(count, row.possible), "survey: found");
+    expect(std::equal(places.begin(), places.begin() + row.found, order.begin()), "survey: places");
+    expect(places.back() == -5 && sums.back() == -5, "survey: no more");
+    for (int64_t leaf = 0; leaf < leaves; ++leaf) {
+      const int64_t end = std::min(n, leaf * 64 + 64);
+      double top = -INFINITY, total = 0;
+      for (int64_t i = leaf * 64; i < end; ++i)
+        if (x[i] > top) top = x[i];
+      for (int64_t i = leaf * 64; i < end; ++i)
+        if (x[i] > -INFINITY) total += std::exp((x[i] - top) / 0.7);
+      expect(tops[leaf] == top / 0.7, "survey: leaf_max");
+      expect(std::abs(sums[leaf] - total) <= 1e-15 * 64 * total, "survey: leaf_sum");
+      std::vector<double> alone(2);
+      SurveyRow one{0, 0, nullptr, &alone[0], &alone[1]};
+      survey(x.data() + leaf * 64, end - leaf * 64, 0, 0.7, &one);
+      expect(same(alone[0], tops[leaf]) && same(alone[1], sums[leaf]), "survey: a leaf alone");
+    }
+  }
+}
+
 void check_sampling() {
   std::mt19937 random(8);
   for (int n : {1, 2, 15, 16, 17, 63, 64, 65, 200, 1000, 151665}) {
@@ -150,19 +185,7 @@ void check_sampling() {
       if (x[i] > top) top = x[i], want = i;
     argmax(x.data(), n, &index, &value);
     expect(index == want && value == top, "argmax");
-    for (float& logit : x)
-      if (std::isnan(logit)) logit = -INFINITY;
-    std::vector<float> sums((n + 63) / 64 + 1, 5), alone(1);
-    exp_sum(x.data(), n, top, sums.data());
-    for (int leaf = 0; leaf * 64 < n; ++leaf) {
-      double total = 0;
-      const int end = std::min(n, leaf * 64 + 64);
-      for (int i = leaf * 64; i < end; ++i) total += std::exp(double(x[i]) - top);
-      expect(std::abs(sums[leaf] - total) <= 1e-6 * total, "exp_sum");
-      exp_sum(x.data() + leaf * 64, end - leaf * 64, top, alone.data());
-      expect(same(alone[0], sums[leaf]), "exp_sum: a leaf alone");
-    }
-    expect(sums.back() == 5, "exp_sum: no more leaves");
+    check_survey(x);
   }
   const std::vector<float> none(37, -INFINITY), nans(37, NAN);
   int64_t index;
@@ -218,11 +241,13 @@ void bench_pointwise() {
     argmax(x.data(), kRows * kWide, &index, &value);
     sink = value;
   });
-  std::vector<float> sums(kRows * kWide / 64);
-  report("exp_sum", n * 4, [&] {
-    exp_sum(x.data(), kRows * kWide, 4, sums.data());
-    sink = sums[0];
-  });
+  const int64_t all = kRows * kWide;
+  std::vector<int64_t> places(64);
+  std::vector<double> tops(all / 64), sums(all / 64);
+  SurveyRow row{0, 0, places.data(), tops.data(), nullptr};
+  report("survey, 20 places", n * 4, [&] { survey(x.data(), all, 20, 0.6, &row); });
+  row.leaf_sum = sums.data();
+  report("survey with sums", n * 4, [&] { survey(x.data(), all, 64, 0.6, &row); });
 }
 
 }  // namespace

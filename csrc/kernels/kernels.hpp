@@ -185,11 +185,20 @@ using AttendFn = void (*)(const Attention&, const Sequence&, const int32_t* posi
 
 // The largest of n logits, lowest index first among equals: its index and value. NaN counts as -inf.
 using ArgmaxFn = void (*)(const float* logits, int64_t n, int64_t* index, float* value);
-// sum of exp(x - max) over each leaf of 64 entries (the last may be short): out [ceil(n / 64)].
-using ExpSumFn = void (*)(const float* logits, int64_t n, float max, float* out);
+// Of one row of logits: how many are above -inf; the places of the largest; of each leaf of 64 (the last may be short)
+// the maximum / divisor, and the sum of exp((x - maximum) / divisor), where leaf_sum is not null.
+struct SurveyRow {
+  int64_t possible, found;
+  int64_t* places;
+  double *leaf_max, *leaf_sum;
+};
+// count: how many places at most.
+using SurveyFn = void (*)(const float* logits, int64_t n, int64_t count, double divisor, SurveyRow* row);
 // The largest of logits[i] / temperature + noise, and where; noise of token first_id + i: see sampling.hpp.
 using GumbelArgmaxFn = void (*)(const float* logits, int64_t n, int64_t first_id, double temperature, uint64_t seed,
                                 uint32_t position, int64_t* index, double* score);
+// The noise of some tokens.
+using GumbelNoiseFn = void (*)(uint64_t seed, uint32_t position, const int64_t* ids, int64_t n, double* noise);
 // out[i] += in[i] (ring, plain sums).
 using AddFn = void (*)(float* out, const float* in, int64_t n);
 // Reads n bytes (a multiple of 256) as fast as it can; returns something that depends on them.
@@ -219,8 +228,9 @@ struct Kernels {
   AttendFn attend;
   int64_t (*attend_scratch)(const Attention&);
   ArgmaxFn argmax;
-  ExpSumFn exp_sum;
+  SurveyFn survey;
   GumbelArgmaxFn gumbel_argmax;
+  GumbelNoiseFn gumbel_noise;
   AddFn add;
   ReadFn read;
   MultiplyFn multiply;

@@ -232,28 +232,10 @@ void argmax(const float* logits, int64_t n, int64_t* index, float* value) {
   *value = best[lane];
 }
 
-constexpr int kExpLeaf = 64;
-
-void exp_sum(const float* logits, int64_t n, float max, float* out) {
-  const V top = set(max);
-  for (int64_t leaf = 0; leaf * kExpLeaf < n; ++leaf) {
-    const float* x = logits + leaf * kExpLeaf;
-    const int64_t rest = n - leaf * kExpLeaf;
-    V total{};
-    for_columns(rest < kExpLeaf ? rest : kExpLeaf, [&](int64_t i, auto... lanes) {
-      V e = exp(load(x + i, lanes...) - top);
-      if constexpr (sizeof...(lanes) > 0) e = iota() < (lanes, ...) ? e : V{};
-      total = total + e;
-    });
-    out[leaf] = sum(total);
-  }
-}
-
 }  // namespace simd
 
 using simd::activate;
 using simd::argmax;
-using simd::exp_sum;
 using simd::fold;
 using simd::gated;
 using simd::norm;

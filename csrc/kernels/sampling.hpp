@@ -27,7 +27,8 @@ inline double noise_of(uint32_t bits) {
 }
 
 // bits[c * 4 + w]: word w of counter first + c. Counters side by side, so that the compiler makes vectors of them.
-inline void philox(uint64_t seed, uint64_t first, uint32_t position, uint32_t sample, uint32_t* bits) {
+template <int kCounters>
+void philox(uint64_t seed, uint64_t first, uint32_t position, uint32_t sample, uint32_t* bits) {
   uint64_t c0[kCounters], c1[kCounters], c2[kCounters], c3[kCounters];
   for (int i = 0; i < kCounters; ++i) {
     c0[i] = (first + static_cast<uint64_t>(i)) & 0xffffffffU;
@@ -82,11 +83,11 @@ void gumbel_argmax(const float* logits, int64_t n, int64_t first_id, double temp
     if (s > best.score || (s == best.score && i < best.index)) best = {i, s};
   };
   // The likeliest token first: its score is a good bound for all others.
-  philox(seed, static_cast<uint64_t>(first_id + top) / 4, position, 0, bits);
+  philox<1>(seed, static_cast<uint64_t>(first_id + top) / 4, position, 0, bits);
   consider(top, bits[(first_id + top) % 4]);
   const auto inverse = static_cast<float>(1.0 / temperature);
   for (int64_t id = first_id / 4 * 4; id < first_id + n; id += 4 * kCounters) {
-    philox(seed, static_cast<uint64_t>(id) / 4, position, 0, bits);
+    philox<kCounters>(seed, static_cast<uint64_t>(id) / 4, position, 0, bits);
     const int64_t begin = std::max(id, first_id), end = std::min(id + 4 * kCounters, first_id + n);
     for (int64_t at = begin; at < end; ++at) {
       const float slack = std::abs(static_cast<float>(best.score)) * 1e-5F + kMargin;
@@ -97,6 +98,14 @@ void gumbel_argmax(const float* logits, int64_t n, int64_t first_id, double temp
   }
   *index = best.index < 0 ? top : best.index;
   *score = best.score;
+}
+
+void gumbel_noise(uint64_t seed, uint32_t position, const int64_t* ids, int64_t n, double* noise) {
+  uint32_t bits[4];
+  for (int64_t i = 0; i < n; ++i) {
+    sampling::philox<1>(seed, static_cast<uint64_t>(ids[i]) / 4, position, 0, bits);
+    noise[i] = sampling::noise_of(bits[ids[i] % 4]);
+  }
 }
 
 }  // namespace

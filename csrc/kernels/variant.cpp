@@ -4,6 +4,7 @@
 #include "linear.hpp"
 #include "pointwise.hpp"
 #include "sampling.hpp"
+#include "survey.hpp"
 
 namespace serried {
 namespace {
@@ -30,8 +31,9 @@ constexpr Kernels kKernels = {
     attend,
     attend_scratch,
     argmax,
-    exp_sum,
+    survey,
     gumbel_argmax,
+    gumbel_noise,
     add,
     read_bytes,
     multiply,

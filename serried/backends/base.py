@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serried.backends.step import Int32, StepInput
+from serried.backends.survey import Survey
 from serried.kv.cache import CacheShape
 from serried.parallel.comm import Communicator
 from serried.parallel.reduction import ReductionPlan, Span
@@ -113,6 +114,21 @@ class Program(Protocol):
         logits: what `run` gave (or some of its rows), of the token ids from `first` on. Noise: see philox.py. Ties go
         to the lowest place.
         """
+        ...
+
+    def survey(
+        self,
+        logits: Logits,
+        rows: Sequence[int],
+        counts: Sequence[int],
+        divisors: Sequence[float],
+        sums: Sequence[bool],
+    ) -> list[Survey]:
+        """Of some rows of the logits: see Survey. counts: how many places each wants at most. sums: whether leaves."""
+        ...
+
+    def noise(self, seed: int, position: int, ids: Int64) -> Float64:
+        """The Gumbel noise of some tokens: see philox.py."""
         ...
 
 

@@ -21,6 +21,7 @@ from serried.backends.base import (
     UInt64,
 )
 from serried.backends.step import Int32, StepInput
+from serried.backends.survey import LEAF, NOTHING, Survey
 from serried.errors import RankFailed
 from serried.kv.cache import CacheShape
 from serried.parallel.comm import Communicator
@@ -135,7 +136,7 @@ class NativeBackend:
         forward(self)
         self._program.finish()
         counted = dict(self._reductions) if native is None else {}  # a ShmComm knows what its C++ has done
-        return NativeProgram(self._program, self.comm, self._own_vocab, counted)
+        return NativeProgram(self._program, self.kernels, self.comm, self._own_vocab, counted)
 
     # The operators
 
@@ -237,8 +238,11 @@ class NativeBackend:
 class NativeProgram:
     """A recorded forward. reductions: the all-reduces of a step by operation, where the group does not count them."""
 
-    def __init__(self, program: Any, comm: Communicator, own_vocab: int, reductions: Mapping[str, int]) -> None:
+    def __init__(
+        self, program: Any, kernels: Any, comm: Communicator, own_vocab: int, reductions: Mapping[str, int]
+    ) -> None:
         self.native = program
+        self._kernels = kernels
         self._comm = comm
         self._own_vocab = own_vocab
         self._reductions = reductions
@@ -276,11 +280,51 @@ class NativeProgram:
         places, scores = np.empty(rows, np.int64), np.empty(rows, np.float64)
         if rows == 0 or own == 0:
             return places, scores
-        # `run` gives the front of rows of whole tiles; anything else is laid out anew.
-        base = logits.base if isinstance(logits.base, np.ndarray) and logits.base.shape[0] == rows else None
-        whole = np.ascontiguousarray(logits) if base is None else base
-        self.native.pick(whole, own, first, temperatures, seeds, positions, places, scores)
+        self.native.pick(_whole(logits), own, first, temperatures, seeds, positions, places, scores)
         return places, scores
+
+    def survey(
+        self,
+        logits: Logits,
+        rows: Sequence[int],
+        counts: Sequence[int],
+        divisors: Sequence[float],
+        sums: Sequence[bool],
+    ) -> list[Survey]:
+        if not rows:
+            return []
+        own, size = logits.shape[1], len(rows)
+        numbers = np.array([[0, min(count, own)] for count in counts], np.int64)  # possible, wanted and then found
+        places = np.empty((size, int(numbers[:, 1].max())), np.int64)
+        leaf_max, leaf_sum = np.empty((2, size, -(-own // LEAF)), np.float64)
+        self.native.survey(
+            _whole(logits),
+            own,
+            np.array(rows, np.int32),
+            np.array(divisors, np.float64),
+            np.array(sums, np.int32),
+            numbers,
+            places,
+            leaf_max,
+            leaf_sum,
+        )
+        return [
+            Survey(possible, places[i, :found], *((leaf_max[i], leaf_sum[i]) if sums[i] else (NOTHING, NOTHING)))
+            for i, (possible, found) in enumerate(numbers.tolist())
+        ]
+
+    def noise(self, seed: int, position: int, ids: Int64) -> Float64:
+        values = np.empty(ids.size, np.float64)
+        self._kernels.gumbel_noise(seed, position, np.ascontiguousarray(ids), values)
+        return values
+
+
+def _whole(logits: Logits) -> Logits:
+    """The rows of whole tiles whose front `run` gave; anything else is laid out anew."""
+    base = logits.base
+    if isinstance(base, np.ndarray) and base.ndim == 2 and base.shape[0] == logits.shape[0]:
+        return base
+    return np.ascontiguousarray(logits)
 
 
 def leaf_table(plan: ReductionPlan, rank: int) -> list[list[int]]:

@@ -15,16 +15,12 @@ import torch.nn.functional as F
 from serried.backends.base import (
     AttentionSpec,
     Backend,
-    Float64,
-    Int64,
-    Logits,
     Partial,
     RopeTable,
-    UInt64,
 )
-from serried.backends.philox import pick_rows
 from serried.backends.picks import gather_best, unpack_picks
 from serried.backends.step import Int32, StepInput
+from serried.backends.survey import NumpyChoices
 from serried.errors import InputError
 from serried.kv.cache import CacheShape
 from serried.parallel.comm import Communicator
@@ -256,7 +252,7 @@ class TorchBackend:
 
 
 @dataclass(frozen=True)
-class _TorchProgram:
+class _TorchProgram(NumpyChoices):
     """A forward that is called anew for every step."""
 
     backend: TorchBackend
@@ -273,11 +269,6 @@ class _TorchProgram:
         else:  # a rank without a part of the vocabulary
             places, scores = np.zeros(len(own), np.int64), np.full(len(own), -np.inf)
         return gather_best(places + first, scores, comm)
-
-    def pick(
-        self, logits: Logits, first: int, temperatures: Float64, seeds: UInt64, positions: Int32
-    ) -> tuple[Int64, Float64]:
-        return pick_rows(logits, first, temperatures, seeds, positions)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from serried.backends.base import Float64, Int64, Logits
-from serried.engine.choice import gather_offers
+from serried.backends.base import Int64, Logits, Program
+from serried.engine.choice import NO_OFFER, gather_offers
 from serried.engine.interface import TokenLogprobs
-from serried.engine.sampler import Offer, best, leaf_sums, whole_sum
+from serried.engine.sampler import Offer, make_offer, whole_sum
 from serried.engine.wants import Want
 from serried.parallel.comm import Communicator
 
 
 def score_tokens(
-    own: Logits, first: int, wants: Sequence[Want], tokens: Sequence[int] | None, comm: Communicator
+    program: Program, own: Logits, first: int, wants: Sequence[Want], tokens: Sequence[int] | None, comm: Communicator
 ) -> list[TokenLogprobs] | None:
     """The log-probabilities of the rows that want them, on rank 0; None on the others.
 
@@ -33,7 +33,7 @@ def score_tokens(
     values = _logits_of(own, first, rows, scored, comm)
     larger = np.array([np.count_nonzero(own[row] > value) for row, value in zip(rows, values, strict=True)], np.int64)
     larger_by_rank: Any = comm.gather(larger, [len(rows)] * comm.size)
-    by_rank = gather_offers([_offer(own[row], first, wants[row].logprobs) for row in rows], comm)
+    by_rank = gather_offers(_offers(program, own, first, rows, [wants[row].logprobs for row in rows]), comm)
     if by_rank is None:
         return None
     ranks = 1 + larger_by_rank.reshape(comm.size, len(rows)).sum(axis=0)
@@ -66,11 +66,13 @@ def _logits_of(own: Logits, first: int, rows: Sequence[int], tokens: Int64, comm
     return values
 
 
-def _offer(logits: Logits, first: int, count: int) -> Offer:
-    """A rank's likeliest tokens of one row with their logits, and the leaves of the log-sum-exp."""
-    at = best(logits, count) if count else np.empty(0, np.int64)
-    wide: Float64 = logits.astype(np.float64)
-    return Offer(logits.size, at + first, wide[at], *leaf_sums(wide))
+def _offers(program: Program, own: Logits, first: int, rows: Sequence[int], counts: Sequence[int]) -> list[Offer]:
+    """A rank's likeliest tokens of some rows with their logits, and the leaves of the log-sum-exp."""
+    if own.shape[1] == 0:
+        return [NO_OFFER] * len(rows)
+    plain = Want(temperature=1.0)
+    surveys = program.survey(own, rows, counts, [plain.divisor] * len(rows), [True] * len(rows))
+    return [make_offer(own[row], first, plain, survey) for row, survey in zip(rows, surveys, strict=True)]
 
 
 def _combine(token: int, logit: float, rank: int, count: int, offers: Sequence[Offer]) -> TokenLogprobs:

@@ -11,18 +11,16 @@ and under any split. A token whose logit is -inf is never chosen.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from serried.backends.base import Float64, Int64, Logits
-from serried.backends.philox import gumbel_noise, pick_rows
+from serried.backends.philox import gumbel_noise
 from serried.backends.picks import NO_TOKEN
-from serried.engine.wants import Want, columns
-
-LEAF = 64  # vocabulary rows
-NOTHING: Float64 = np.empty(0, np.float64)
+from serried.backends.survey import Survey
+from serried.engine.wants import Want
 
 
 @dataclass(frozen=True)
@@ -39,41 +37,44 @@ class Offer:
     leaf_max: Float64
     leaf_sum: Float64
 
-    def pack(self) -> Float64:
-        """All in one array; ids are below 2^53, so float64 holds them exactly."""
-        head = np.array([self.rows, self.ids.size, self.leaf_max.size], np.float64)
-        return np.concatenate([head, self.ids.astype(np.float64), self.scores, self.leaf_max, self.leaf_sum])
 
-    @classmethod
-    def unpack_all(cls, flat: Float64) -> list[Offer]:
-        """The inverse of pack, for several one after the other."""
-        offers = []
-        while flat.size:
-            rows, count, leaves = (int(word) for word in flat[:3])
-            ids, scores, leaf_max, leaf_sum, flat = np.split(flat[3:], np.cumsum([count, count, leaves, leaves]))
-            offers.append(cls(rows, ids.astype(np.int64), scores, leaf_max, leaf_sum))
-        return offers
+Noise = Callable[[int, int, Int64], Float64]  # of a seed, a position and token ids: see philox.gumbel_noise
 
 
-def make_offer(logits: Logits, first: int, want: Want, count: int) -> Offer:
-    """A rank's offer for one row: float32 logits of the ids from `first` on, at most `count` candidates."""
-    if logits.size == 0:
-        return Offer(0, np.empty(0, np.int64), NOTHING, NOTHING, NOTHING)
-    if want.single:
-        places, scores = pick_rows(logits[None], first, *columns([want]))
-        return Offer(logits.size, places + first, scores, NOTHING, NOTHING)
-    scaled = logits.astype(np.float64) / want.divisor
-    possible = int(np.count_nonzero(scaled > -np.inf))
-    at = best(scaled, min(count, possible))
-    leaves = leaf_sums(scaled) if want.needs_sum else (NOTHING, NOTHING)
-    return Offer(possible, at + first, scaled[at], *leaves)
+def pack_offers(offers: Sequence[Offer]) -> Int64:
+    """All in one array of words, as they travel: three sizes of each, then all numbers of each."""
+    sizes = [size for o in offers for size in (o.rows, o.ids.size, o.leaf_max.size)]
+    parts = [part.view(np.int64) for o in offers for part in (o.ids, o.scores, o.leaf_max, o.leaf_sum)]
+    return np.concatenate([np.array(sizes, np.int64), *parts])
 
 
-def decide(want: Want, offers: Sequence[Offer]) -> int | None:
+def unpack_offers(flat: Int64, count: int) -> list[Offer]:
+    """The inverse of pack_offers, for so many."""
+    at, offers = 3 * count, []
+    sizes = iter(flat[:at].tolist())
+
+    def take(size: int) -> Int64:
+        nonlocal at
+        at += size
+        return flat[at - size : at]
+
+    for rows, candidates, leaves in zip(sizes, sizes, sizes, strict=True):
+        ids, scores = take(candidates), take(candidates).view(np.float64)
+        offers.append(Offer(rows, ids, scores, take(leaves).view(np.float64), take(leaves).view(np.float64)))
+    return offers
+
+
+def make_offer(logits: Logits, first: int, want: Want, survey: Survey) -> Offer:
+    """A rank's offer for one row of more than one candidate: float32 logits of the ids from `first` on."""
+    scores = logits[survey.places].astype(np.float64) / want.divisor
+    return Offer(survey.possible, survey.places + first, scores, survey.leaf_max, survey.leaf_sum)
+
+
+def decide(want: Want, offers: Sequence[Offer], noise: Noise = gumbel_noise) -> int | None:
     """The token (or NO_TOKEN), from the offers of all ranks in rank order; None where more candidates are needed."""
     ids = np.concatenate([offer.ids for offer in offers])
     scores = np.concatenate([offer.scores for offer in offers])
-    order = np.lexsort((ids, -scores))
+    order = np.argsort(-scores, kind="stable")  # equals stay in the order of ids, in which each rank's come
     ids, scores = ids[order], scores[order]
     if ids.size == 0 or not scores[0] > -np.inf:
         return NO_TOKEN
@@ -85,26 +86,8 @@ def decide(want: Want, offers: Sequence[Offer]) -> int | None:
     if kept is None:
         return None
     ids, scores = ids[:kept], scores[:kept]
-    noisy = scores + gumbel_noise(want.seed, want.position, ids)
+    noisy = scores + noise(want.seed, want.position, ids)
     return int(ids[noisy == noisy.max()].min())
-
-
-def best(scores: Float64 | Logits, count: int) -> Int64:
-    """The places of the `count` largest scores, in the order (score down, place up)."""
-    if 0 < count < scores.size:
-        places = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
-    else:
-        places = np.arange(scores.size)
-    return places[np.lexsort((places, -scores[places]))][:count]
-
-
-def leaf_sums(scaled: Float64) -> tuple[Float64, Float64]:
-    """Of each leaf of 64 scores the maximum, and the sum of exp(score - maximum); a leaf of -inf has the sum 0."""
-    padded = np.full(-(-scaled.size // LEAF) * LEAF, -np.inf)
-    padded[: scaled.size] = scaled
-    leaves = padded.reshape(-1, LEAF)
-    maxima = leaves.max(axis=1)
-    return maxima, np.exp(leaves - np.maximum(maxima, -1e308)[:, None]).sum(axis=1)
 
 
 def whole_sum(offers: Sequence[Offer], top: float) -> float:

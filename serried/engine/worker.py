@@ -115,7 +115,7 @@ class Worker:
             return None if logits is None else StepOutput(logits=logits)
         wants = unpack_wants(step.sampling)
         tokens = choose_tokens(self.program, own, first, wants, self.comm)
-        logprobs = score_tokens(own, first, wants, tokens, self.comm)
+        logprobs = score_tokens(self.program, own, first, wants, tokens, self.comm)
         return None if tokens is None or logprobs is None else StepOutput(tokens=tokens, logprobs=logprobs)
 
     def gather_times(self) -> list[RankTimes] | None:

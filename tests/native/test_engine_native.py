@@ -26,7 +26,8 @@ from ranks import Watch
 from tiny_models import Models
 
 from serried import LLM, SamplingParams, _native
-from serried.engine import choice, executor, sampler, wants
+from serried.backends import survey
+from serried.engine import choice, executor, wants
 from serried.errors import InputError, RankFailed
 from serried.parallel import launch
 
@@ -97,7 +98,7 @@ def test_top_p_asks_for_more_candidates(engines: dict[int, LLM], monkeypatch: py
     assert tokens(engines[1], PROMPTS[0], params) == found[1]
     assert len(rounds) == params.max_tokens
     assert all(each == found[1] for each in found.values())
-    if engines[1].source.config.vocab_size > 3 * sampler.LEAF * SIZES[-1] // 2:
+    if engines[1].source.config.vocab_size > 3 * survey.LEAF * SIZES[-1] // 2:
         assert counts[2] > params.max_tokens  # here also with real ranks
 
 

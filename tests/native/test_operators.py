@@ -40,10 +40,12 @@ from forwards import (
     zero_padded,
 )
 
+from serried._native import core
 from serried.backends import torch as torch_backend
 from serried.backends.base import AttentionSpec, Partial, RopeTable
-from serried.backends.native import NativeBackend
+from serried.backends.native import NEVER, NativeBackend, NativeProgram
 from serried.backends.step import StepInput
+from serried.backends.survey import NumpyChoices
 from serried.backends.torch import TorchBackend
 from serried.kv.cache import CacheShape
 from serried.layers.rope import RopeConfig, rope_table
@@ -506,3 +508,31 @@ def test_an_unknown_activation(name: str) -> None:
     backend = native("float32", ISAS[0])
     with pytest.raises(ValueError, match="the native kernels have silu, gelu, gelu_pytorch_tanh"):
         backend.compile(activation(name, 8).make(Ops(backend)))
+
+
+# --- Choosing tokens ---
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("own", [1, 63, 64, 65, 700])
+def test_surveys_are_numpys(isa: str, own: int) -> None:
+    """Places, counts and sums of some rows, with many equals and what is no number or -inf; noise too."""
+    store = NativeBackend("float32", 2, LocalComm(), 4, isa=isa)
+    native = core.Program(store.kernels, store.pool, None, 4, 4, NEVER, "float32")
+    program, plain = NativeProgram(native, store.kernels, LocalComm(), own, {}), NumpyChoices()
+    rng = np.random.default_rng(own)
+    logits = (rng.standard_normal((3, own)) * 4).round().astype(np.float32)
+    logits[rng.random(logits.shape) < 0.2] = -np.inf
+    rows, counts, divisors, sums = [2, 0, 1, 2], [own, 5, 1, 0], [0.7, 1.0, 3.0, 1e-3], [True, True, False, True]
+    for found, wanted in zip(
+        program.survey(logits, rows, counts, divisors, sums),
+        plain.survey(logits, rows, counts, divisors, sums),
+        strict=True,
+    ):
+        assert (found.possible, found.places.tolist()) == (wanted.possible, wanted.places.tolist())
+        assert found.leaf_max.tolist() == wanted.leaf_max.tolist()
+        np.testing.assert_allclose(found.leaf_sum, wanted.leaf_sum, rtol=1e-14)
+    (nothing,) = program.survey(np.full((1, own), np.nan, np.float32), [0], [3], [1.0], [True])
+    assert (nothing.possible, nothing.places.size, nothing.leaf_sum.sum()) == (0, 0, 0)
+    ids = rng.integers(0, 200_000, 50)
+    np.testing.assert_allclose(program.noise(1 << 63, 7, ids), plain.noise(1 << 63, 7, ids), rtol=1e-14)

@@ -13,6 +13,7 @@ from plain_sampler import log_softmax
 from tiny_models import Models
 
 from serried import LLM, SamplingParams, _native
+from serried.backends.survey import survey_row
 from serried.engine.edits import LogitEditor
 from serried.engine.request import Request
 from serried.engine.sampler import _kept, make_offer
@@ -50,7 +51,8 @@ def test_who_is_left(params: dict[str, Any], warpers: list[Any], temperature: fl
     for warper in warpers:
         wanted = processed(warper, wanted, PROMPT)
     want = Want.of(Request(0, PROMPT, SamplingParams(temperature=temperature, **params), 0))
-    offer = make_offer(row, 0, want, VOCAB if want.open_ended else want.candidates)
+    survey = survey_row(row, VOCAB if want.open_ended else want.candidates, want.divisor, want.needs_sum)
+    offer = make_offer(row, 0, want, survey)
     kept = _kept(offer.scores, want, [offer])
     assert set(offer.ids[:kept].tolist()) == set(np.flatnonzero(wanted > -np.inf).tolist())
 

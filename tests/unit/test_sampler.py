@@ -14,10 +14,11 @@ from plain_sampler import candidates, chosen
 
 from serried.backends.philox import gumbel_noise, philox4x32, sample_seed
 from serried.backends.picks import NO_TOKEN
-from serried.engine.choice import MORE
+from serried.backends.survey import LEAF, NumpyChoices, best
+from serried.engine.choice import MORE, make_offers
 from serried.engine.edits import Edits
 from serried.engine.request import Request
-from serried.engine.sampler import LEAF, Offer, best, decide, make_offer
+from serried.engine.sampler import decide, pack_offers, unpack_offers
 from serried.engine.wants import Want, pack_wants, unpack_wants
 from serried.sampling_params import SamplingParams
 
@@ -41,9 +42,10 @@ def sample(logits: Any, asked: Request, edges: tuple[int, ...] = ()) -> int:
         logits = logits.copy()
         Edits.unpack(want.edits).apply(logits, 0)
     for power in range(9):
-        count = want.candidates * MORE**power
-        offers = [make_offer(logits[a:b], a, want, count) for a, b in pairwise(bounds)]
-        travelled = [Offer.unpack_all(offer.pack())[0] for offer in offers]
+        offers = [
+            make_offers(NumpyChoices(), logits[None, a:b], a, [0], [want], MORE**power) for a, b in pairwise(bounds)
+        ]
+        travelled = [unpack_offers(pack_offers(own), 1)[0] for own in offers]
         token = decide(want, travelled)
         if token is not None:
             return token
