@@ -38,10 +38,15 @@ class Layout:
 
 
 class BenchEngine:
-    """All ranks of one layout, and sequences whose steps can be run again and again."""
+    """All ranks of one layout, and sequences whose steps can be run again and again.
 
-    def __init__(self, config: EngineConfig, source: ModelSource, sequences: int, length: int) -> None:
-        self.executor: Executor = create_executor(config, source)
+    executor: one that is there already and idle, whose cache may be written over; else one is made.
+    """
+
+    def __init__(
+        self, config: EngineConfig, source: ModelSource, sequences: int, length: int, executor: Executor | None = None
+    ) -> None:
+        self.executor: Executor = executor or create_executor(config, source)
         self.config = self.executor.config
         self.model: ModelConfig = source.config
         if length > self.executor.max_model_len:

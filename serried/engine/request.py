@@ -27,9 +27,9 @@ class Grammar(Protocol):
         ...
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """One sequence.
+    """One sequence; two are equal only if they are the same.
 
     sample: which of the `n` answers to its prompt it is. bad_words: as token ids. computed: how many of its tokens
     have K and V in the cache. blocks: the cache blocks that it holds, in order. prompt_logprobs: those that are there

@@ -54,6 +54,7 @@ class _Step:
     tokens: int
     scores: int
     parts: dict[int, Scheduled] = field(default_factory=dict)
+    preempted: set[int] = field(default_factory=set)
 
     def fit(self, request: Request, start: int) -> Scheduled:
         """As much of a request, from `start` on, as there is room for: it may be nothing."""
@@ -70,6 +71,7 @@ class _Step:
     def take_back(self, request: Request) -> None:
         """Its room stays unused: who is preempted in this step has come last."""
         self.parts.pop(request.id, None)
+        self.preempted.add(request.id)
 
 
 class Scheduler:
@@ -124,12 +126,12 @@ class Scheduler:
 
     def schedule(self) -> list[Scheduled]:
         """The requests of the next step, in the order in which they were admitted."""
-        step, preemptions = _Step(self.token_budget, self.score_budget), self.counters.preemptions
+        step = _Step(self.token_budget, self.score_budget)
         for request in self._by_need():
             part = step.fit(request, request.computed)
-            if request in self.running and part.stop > part.start and self._grow(part, step):
+            if request.id not in step.preempted and part.stop > part.start and self._grow(part, step):
                 step.put(part)
-        if self.counters.preemptions == preemptions:
+        if not step.preempted:
             self._admit(step)
         return [step.parts[request.id] for request in self.running if request.id in step.parts]
 
