@@ -58,11 +58,12 @@ log = logging.getLogger("serried.engine")
 
 @dataclass
 class _Flight:
-    """A request in flight: how it was handed in, what it has so far, and where its deltas go."""
+    """A request in flight: how it was handed in, what it has so far, where its deltas go, how many deaths it saw."""
 
     add: Add
     outputs: dict[int, list[int]]  # of the samples that still run
     deltas: asyncio.Queue[TokenDelta | Exception] = field(default_factory=asyncio.Queue)
+    deaths: int = 0
 
 
 class ProcessEngine:
@@ -282,6 +283,7 @@ class ProcessEngine:
                 return False
             self._before = replace(self.stats(), restarts=self._before.restarts + 1)
             self._stats = EngineStats()
+            self._end_suspects()
             log.warning("starting the ranks again; %d requests go on after that", len(self._flights))
             try:
                 up = await self._launch()
@@ -306,6 +308,14 @@ class ProcessEngine:
         for answer in self._probes.values():
             if not answer.done():
                 answer.set_exception(error)
+
+    def _end_suspects(self) -> None:
+        """A request that was there at two deaths may be what kills: a third would take all others with it."""
+        for flight in self._flights.values():
+            flight.deaths += 1
+            if flight.deaths == MOST_DEATHS - 1 and flight.outputs:
+                flight.outputs.clear()
+                flight.deltas.put_nowait(EngineDead("the engine has died twice while this request ran"))
 
     def _not_ready(self) -> None:
         """Until the next process is there; nobody will answer the probes that are under way."""

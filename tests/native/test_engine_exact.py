@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_soak import lengths
-from tiny_models import Models
+from tiny_models import Models, edited_json
 
 from serried import LLM, SamplingParams
 from serried.engine.outputs import Logprob, RequestOutput
@@ -28,7 +28,7 @@ MODELS = [("llama-uneven", "bfloat16", None), ("qwen3-uneven", "bfloat16", "int8
 
 @contextmanager
 def engine(path: Path, **options: Any) -> Iterator[LLM]:
-    with LLM(str(path), backend="native", threads_per_rank=1, max_model_len=256, **options) as llm:
+    with LLM(str(path), backend="native", threads_per_rank=1, **{"max_model_len": 256, **options}) as llm:
         yield llm
 
 
@@ -37,6 +37,7 @@ def busy(path: Path, tp: int, **options: Any) -> Iterator[LLM]:
     with engine(path, **options, tensor_parallel_size=tp, max_num_seqs=1, kv_cache_memory=1 << 20) as probe:
         one = probe.executor.worker.cache.bytes_per_block // probe.config.block_size * BLOCK  # type: ignore[attr-defined]
     few = {"block_size": BLOCK, "kv_cache_memory": BLOCKS * one, "max_num_batched_tokens": 19, "max_num_seqs": 12}
+    few["max_model_len"] = BLOCKS * BLOCK
     with engine(path, **options, tensor_parallel_size=tp, **few) as llm:
         assert llm.executor.worker.cache.blocks == BLOCKS  # type: ignore[attr-defined]
         yield llm
@@ -105,7 +106,7 @@ def _positions(logprobs: Sequence[dict[int, Logprob] | None] | None) -> Any:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", lengths(50))
+@pytest.mark.parametrize("count", lengths(20))
 @pytest.mark.parametrize(("name", "dtype", "quantization"), MODELS)
 def test_any_requests(tiny: Models, name: str, dtype: str, quantization: str | None, count: int) -> None:
     path, options = tiny.directory(name), {"dtype": dtype, "quantization": quantization}
@@ -123,6 +124,26 @@ def test_any_requests(tiny: Models, name: str, dtype: str, quantization: str | N
             assert counters.hit >= BLOCK * count // 4 and counters.preemptions >= count // 10, counters
             assert llm.core.scheduler.pool.free == BLOCKS
             llm.core.scheduler.pool.check()
+
+
+def test_a_known_prefix_saves_four_fifths(tiny: Models, tmp_path: Path) -> None:
+    """Of a prompt with a known beginning of 1,000 tokens, only the rest is computed; the answer is the same."""
+    path = tiny.copy("llama-tied", tmp_path)
+    with edited_json(path / "config.json") as config:
+        config["max_position_embeddings"] = 2048
+    prefix = [int(t) for t in np.random.default_rng(0).integers(0, 320, 1000)]
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=3)
+    with engine(path, max_model_len=2048, max_num_batched_tokens=16) as llm:
+        steps = []
+        for rest in ([7, 8, 9], [10, 11], [7, 8, 9]):
+            before = llm.core.steps
+            found = bits(llm.generate([prefix + rest], params)[0])
+            steps.append(llm.core.steps - before)
+        first, second, again = steps
+        assert first == -(-1003 // 16)
+        assert 5 * max(second, again) <= first
+    with engine(path, max_model_len=2048, enable_prefix_caching=False) as llm:
+        assert bits(llm.generate([prefix + [7, 8, 9]], params)[0]) == found
 
 
 def test_other_seeds_give_other_bits(tiny: Models) -> None:

@@ -16,7 +16,7 @@ import httpx
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ("--backend", "native", "--threads-per-rank", "1", "--block-size", "8", "--no-access-log")
-PATIENCE = 60.0  # seconds: it ends a test that would hang, and measures nothing
+PATIENCE = 120.0  # seconds: it ends a test that would hang, and measures nothing
 
 
 def until(holds: Callable[[], Any], seconds: float = PATIENCE) -> Any:
@@ -58,16 +58,27 @@ class RealServer:
         """All processes that it has started, and theirs: rank 0 first."""
         return descendants(self.process.pid)
 
+    @property
+    def ranks(self) -> list[int]:
+        """The processes of its ranks."""
+        return [pid for pid in self.children if b"serried.engine." in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
     def stats(self) -> dict[str, Any]:
         stats: dict[str, Any] = httpx.get(f"{self.url}/stats").json()["stats"]
         return stats
 
     def wait_idle(self) -> dict[str, Any]:
-        """Until nothing runs or waits and no block is held; the figures then."""
+        """Until nothing runs or waits and no block is held; the figures then.
+
+        The latest figures may be from before the latest requests: one more, of one token, brings new ones.
+        """
+        before = self.stats()["generated_tokens"]
+        self.post("/v1/completions", prompt=[0], max_tokens=1)
 
         def idle() -> dict[str, Any] | None:
             stats = self.stats()
-            return None if stats["running"] or stats["waiting"] or stats["blocks_used"] else stats
+            busy = stats["running"] or stats["waiting"] or stats["blocks_used"]
+            return None if busy or stats["generated_tokens"] == before else stats
 
         found: dict[str, Any] = until(idle)
         return found

@@ -155,7 +155,7 @@ def test_what_it_says(model: str, tmp_path: Path) -> None:
             assert said in server.log
         assert "maximum concurrency for 256-token requests" in server.log
         (command,) = [line for line in server.log.splitlines() if line.startswith("curl ")]
-        python = "import httpx, json, sys; print(httpx.post(sys.argv[1], content=sys.argv[2], headers={'content-type': 'application/json'}).text)"
+        python = "import httpx, json, sys; print(httpx.post(sys.argv[1], content=sys.argv[2], headers={'content-type': 'application/json'}, timeout=60).text)"
         words = command.split()
         assert words[:1] == ["curl"] and words[2:5] == ["-H", "'Content-Type:", "application/json'"]
         body = command.partition("-d '")[2].rstrip("'")
