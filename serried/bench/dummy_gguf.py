@@ -83,7 +83,7 @@ def _shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
 def _architecture(config: ModelConfig) -> str:
     if config.family.name not in WRITTEN:
         raise InputError(
-            f"a GGUF file of dummy weights is written for {' and '.join(WRITTEN)} models, not for {config.family.name}; "
+            f"dummy weights are written as GGUF for {' and '.join(WRITTEN)} models, not for {config.family.name}; "
             "give a .gguf file"
         )
     if config.rope.kind != "default":

@@ -51,7 +51,7 @@ class _Place(LocalComm):
 
 
 def footprint(config: EngineConfig, source: ModelSource) -> Footprint:
-    """What each rank will hold. Misfit where the model cannot be split so; CheckpointError where its files are wrong."""
+    """What each rank will hold. Misfit where the model cannot be split so; CheckpointError where files are wrong."""
     _check_split(config, source)
     size, itemsize = config.tensor_parallel_size, ITEMSIZE[config.dtype]
     model, partition = source.config, source.config.partition(config.weights)
@@ -166,8 +166,8 @@ def _check_cache(config: EngineConfig, source: ModelSource, ranks: Sequence[Rank
         )
     if longest and memory // block * size < longest:
         raise Misfit(
-            f"--max-model-len {longest}: a sequence of that length needs {gib(-(-longest // size) * block)} of KV cache "
-            f"on a rank, and there {'are' if given else 'would be'} {gib(memory)}",
+            f"--max-model-len {longest}: a sequence of that length needs {gib(-(-longest // size) * block)} of KV "
+            f"cache on a rank, and there {'are' if given else 'would be'} {gib(memory)}",
             option_words(config.resolve(max_model_len=memory // block * size)),
         )
 

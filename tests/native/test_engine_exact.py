@@ -100,9 +100,15 @@ def _positions(logprobs: Sequence[dict[int, Logprob] | None] | None) -> Any:
     if logprobs is None:
         return None
     return [
-        None if at is None else (list(at), [each.rank for each in at.values()], array("d", [e.logprob for e in at.values()]).tobytes())
+        None
+        if at is None
+        else (
+            list(at),
+            [each.rank for each in at.values()],
+            array("d", [each.logprob for each in at.values()]).tobytes(),
+        )
         for at in logprobs
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.timeout(3600)
@@ -143,7 +149,7 @@ def test_a_known_prefix_saves_four_fifths(tiny: Models, tmp_path: Path) -> None:
         assert first == -(-1003 // 16)
         assert 5 * max(second, again) <= first
     with engine(path, max_model_len=2048, enable_prefix_caching=False) as llm:
-        assert bits(llm.generate([prefix + [7, 8, 9]], params)[0]) == found
+        assert bits(llm.generate([[*prefix, 7, 8, 9]], params)[0]) == found
 
 
 def test_other_seeds_give_other_bits(tiny: Models) -> None:

@@ -1,4 +1,4 @@
-"""Requests come and are aborted, thousands of times: the engine's process holds no block, memory or file more for it."""
+"""Requests come and are aborted, thousands of times: the engine's process holds no block, memory or file more."""
 
 from __future__ import annotations
 
@@ -29,9 +29,14 @@ SLACK = 2 << 20  # bytes of noise
 async def cycle(engine: ProcessEngine, rng: random.Random, id: str) -> None:
     """A request that goes away: before its first token, after some, one sample at a time, or at its end."""
     params = SamplingParams(
-        n=rng.randint(1, 3), temperature=1.0, max_tokens=rng.choice([1, 5, 60]), seed=rng.getrandbits(60),
-        logprobs=rng.choice([None, 2]), prompt_logprobs=rng.choice([None, None, 0]), presence_penalty=rng.choice([0, 1]),
-    )  # fmt: skip
+        n=rng.randint(1, 3),
+        temperature=1.0,
+        max_tokens=rng.choice([1, 5, 60]),
+        seed=rng.getrandbits(60),
+        logprobs=rng.choice([None, 2]),
+        prompt_logprobs=rng.choice([None, None, 0]),
+        presence_penalty=rng.choice([0, 1]),
+    )
     prompt = [rng.randrange(320) for _ in range(rng.randint(1, 90))]
     leaves, seen = rng.randint(0, 6), 0
     if leaves == 0:
@@ -84,9 +89,14 @@ async def bursts(engine: ProcessEngine, cycles: int, after: Callable[[], Any]) -
 @pytest.mark.parametrize("cycles", [500, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_aborts_leak_nothing(tiny: Models, cycles: int) -> None:
     config = EngineConfig.create(
-        str(tiny.directory("llama-tied")), backend="native", block_size=8, threads_per_rank=1, max_num_batched_tokens=64,
-        kv_cache_memory=30 * 8 * 2 * 2 * 2 * 16 * 2, max_num_seqs=16,
-    )  # fmt: skip
+        str(tiny.directory("llama-tied")),
+        backend="native",
+        block_size=8,
+        threads_per_rank=1,
+        max_num_batched_tokens=64,
+        max_num_seqs=16,
+        kv_cache_memory=30 * 8 * 2 * 2 * 2 * 16 * 2,
+    )
 
     async def run() -> list[tuple[int, int]]:
         engine = await ProcessEngine.start(config, ModelInfo("tiny", 256, 320), None, 9999)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -148,16 +148,15 @@ def test_a_rank_is_killed_while_it_serves(model: str, tmp_path: Path, victim: in
 
 def test_what_it_says(model: str, tmp_path: Path) -> None:
     """What is loaded, what each rank gets, how many fit, and a command to paste, which works."""
-    import subprocess
-
     with serving(tmp_path, model, "-tp", "2", "--kv-cache-memory", "1000000", *OPTIONS) as server:
         for said in ("2 ranks of 1 thread", "rank 0: 0.1 M parameters", "rank 1: ", " query heads, 1 KV heads"):
             assert said in server.log
         assert "maximum concurrency for 256-token requests" in server.log
         (command,) = [line for line in server.log.splitlines() if line.startswith("curl ")]
-        python = "import httpx, json, sys; print(httpx.post(sys.argv[1], content=sys.argv[2], headers={'content-type': 'application/json'}, timeout=60).text)"
-        words = command.split()
-        assert words[:1] == ["curl"] and words[2:5] == ["-H", "'Content-Type:", "application/json'"]
-        body = command.partition("-d '")[2].rstrip("'")
-        done = subprocess.run([sys.executable, "-c", python, words[1], body], capture_output=True, text=True, check=True)
-        assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
+        program, url, *words = shlex.split(command)
+        options = dict(zip(words[::2], words[1::2], strict=True))
+        assert program == "curl" and set(options) == {"-H", "-d"}
+        name, _, value = options["-H"].partition(": ")
+        done = httpx.post(url, content=options["-d"], headers={name: value}, timeout=60)
+        assert done.status_code == 200, done.text
+        assert done.json()["choices"][0]["message"]["role"] == "assistant"

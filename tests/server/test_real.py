@@ -45,7 +45,16 @@ def tokenizer(directory: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def running(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    options = ("--max-num-seqs", "32", "--max-num-batched-tokens", "64", "--write-timeout", "1", "--tool-call-parser", "hermes")
+    options = (
+        "--max-num-seqs",
+        "32",
+        "--max-num-batched-tokens",
+        "64",
+        "--write-timeout",
+        "1",
+        "--tool-call-parser",
+        "hermes",
+    )
     with serving(tmp_path_factory.mktemp("server"), str(directory), "-tp", "2", *options, *OPTIONS) as server:
         ranks = server.ranks
         yield server
@@ -182,7 +191,11 @@ def test_streamed_is_whole(server: RealServer, tokenizer: Tokenizer, count: int)
             return "".join(await asyncio.gather(*map(one, range(count))))
 
     text = asyncio.run(run())
-    ranges = {"emoji": ("\U0001f300", "\U0001faff"), "CJK": ("\u4e00", "\u9fff"), "half a character": ("\ufffd", "\ufffd")}
+    ranges = {
+        "emoji": ("\U0001f300", "\U0001faff"),
+        "CJK": ("\u4e00", "\u9fff"),
+        "half a character": ("\ufffd", "\ufffd"),
+    }
     for kind, (first, last) in ranges.items():
         assert any(first <= character <= last for character in text), f"{kind}: was never said"
 
@@ -237,7 +250,8 @@ def test_a_client_that_never_reads(server: RealServer) -> None:
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        lines = ("POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json")
+        head = "\r\n".join((*lines, f"content-length: {len(content)}", "", ""))
         connection.sendall(head.encode() + content)
         until(lambda: server.stats()["running"])
         before = server.stats()["generated_tokens"]

@@ -72,7 +72,7 @@ def test_it_is_what_the_ranks_hold_then(tiny: Models, name: str, options: dict[s
         ({}, 1, "not in 8 or 4 bits either: take a smaller model", ""),
         ({"kv_cache_memory": 60 << 30}, 40, "beside the weights 12.43 GiB are free", "--kv-cache-memory"),
         ({"kv_cache_memory": 1000}, 40, "too small for one block of 32 tokens", "--kv-cache-memory"),
-        ({"kv_cache_memory": 1 << 30, "max_model_len": 30000}, 40, "length needs 4.58 GiB of KV cache", "--max-model-len"),
+        ({"kv_cache_memory": 1 << 30, "max_model_len": 30000}, 40, "needs 4.58 GiB of KV cache", "--max-model-len"),
         ({"max_model_len": 40000}, 31, "there would be", "--max-model-len"),
     ],
     ids=str,
