@@ -19,6 +19,14 @@ class CheckpointError(InputError):
     """A checkpoint is damaged or does not fit the model: names the file and the tensor."""
 
 
+class Misfit(InputError):
+    """The model, so split, does not fit this machine. fits: the model and the options that would; empty: none would."""
+
+    def __init__(self, problem: str, fits: str = "") -> None:
+        self.problem, self.fits = problem, fits
+        super().__init__(f"{problem}; this would fit: {fits}" if fits else problem)
+
+
 class RankFailed(SerriedError):
     """A rank raised, died or fell silent: names the rank and carries its traceback where it has one.
 
@@ -57,4 +65,4 @@ class QueueFull(SerriedError):
 
 
 # By name, as they travel between processes.
-INPUT_ERRORS: dict[str, type[InputError]] = {kind.__name__: kind for kind in (InputError, CheckpointError)}
+INPUT_ERRORS: dict[str, type[InputError]] = {kind.__name__: kind for kind in (InputError, CheckpointError, Misfit)}

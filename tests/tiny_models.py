@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -334,8 +334,8 @@ def fill(name: str, value: Any, norm: float) -> None:
         value.normal_(0.0, value.shape[1] ** -0.5)
 
 
-def write_tokenizer(path: Path, vocab_size: int) -> None:
-    """A byte-level BPE tokenizer of at most so many tokens, with a chat template."""
+def write_tokenizer(path: Path, vocab_size: int, texts: Sequence[str] = TEXT) -> None:
+    """A byte-level BPE tokenizer of at most so many tokens, learnt from some texts, with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -345,7 +345,7 @@ def write_tokenizer(path: Path, vocab_size: int) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[*SPECIAL], initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(path / "tokenizer.json"))
     config = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[2], "chat_template": CHAT}
     (path / "tokenizer_config.json").write_text(json.dumps(config))

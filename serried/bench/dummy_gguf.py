@@ -24,6 +24,7 @@ TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_1")
 WIDE = (
     "Q8_0"  # of embedding and LM head in the 4-bit files: llama.cpp's quantizer takes Q6_K, which `gguf` cannot write
 )
+WRITTEN = ("llama", "qwen3")  # families whose GGUF files have no metadata of their own
 ROWS = 4096  # made and quantized at once
 
 Report = Callable[[int, int], None]  # (elements done, elements in all)
@@ -80,6 +81,11 @@ def _shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
 
 
 def _architecture(config: ModelConfig) -> str:
+    if config.family.name not in WRITTEN:
+        raise InputError(
+            f"dummy weights are written as GGUF for {' and '.join(WRITTEN)} models, not for {config.family.name}; "
+            "give a .gguf file"
+        )
     if config.rope.kind != "default":
         raise InputError(f"a GGUF file of dummy weights cannot say RoPE scaling of kind {config.rope.kind!r}")
     return config.family.gguf_architectures[0]

@@ -37,6 +37,8 @@ def bench_peers(models: Sequence[str], config: EngineConfig, cache_dir: str | No
 
     models: `demo`, .gguf files, PRESET:TYPE (dummy weights, written into cache_dir, or into a folder that is removed).
     """
+    if config.revision is not None:
+        raise InputError(f"--revision {config.revision}: bench peers takes files and presets, no models of the hub")
     if importlib.util.find_spec(PACKAGE) is None:
         raise InputError(
             "bench peers: llama.cpp's Python package is not installed; pip install 'serried[peers]' compiles it for "

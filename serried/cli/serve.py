@@ -5,19 +5,31 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from serried.cli.layers import fill
 from serried.cli.options import add_engine_arguments, add_tp_argument, engine_options, integer, number
 from serried.config import EngineConfig, environment_options, torchrun_environment
 from serried.engine.build import end_tokens, load_tokenizer
 from serried.engine.client import ProcessEngine
+from serried.engine.footprint import check_fit, describe, footprint, gib
 from serried.engine.interface import ModelInfo
-from serried.errors import InputError
+from serried.engine.wire import Up
+from serried.errors import InputError, Misfit
 from serried.models.registry import ModelSource, open_model
+from serried.progress import progress_bar
 from serried.server.options import ServerConfig
 from serried.server.run import serve
+
+T = TypeVar("T")
+LOG_EVERY = 5.0  # seconds between two lines on how far loading is
+log = logging.getLogger("serried.server")
 
 # Options of the server: name, what argparse needs to know, help. Names are those of ServerConfig's fields.
 _TEXTS = {
@@ -44,6 +56,7 @@ _SECONDS = {
     "body_timeout": "seconds that a request may take to arrive (default 60)",
     "write_timeout": "seconds that a client may leave what was sent unread (default 60)",
     "ping_interval": "seconds of silence in a stream before a comment is sent (default 15)",
+    "drain_timeout": "seconds that running requests may take after SIGTERM (default 300)",
 }
 _LISTS = {
     "api_key": "a key that opens every route; may be repeated",
@@ -103,10 +116,11 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
 
 
 async def load(config: EngineConfig, server: ServerConfig) -> ProcessEngine:
-    """Start the engine in a process of its own."""
+    """Say what will be loaded, then start the engine in a process of its own."""
     weights = config.load_format != "dummy"
-    source = await asyncio.to_thread(open_model, config.model, config.revision, weights=weights)
-    tokenizer = None if server.skip_tokenizer_init else await asyncio.to_thread(load_tokenizer, source)
+    source = await in_thread(lambda: open_model(config.model, config.revision, weights=weights))
+    await in_thread(lambda: announce(config, source))
+    tokenizer = None if server.skip_tokenizer_init else await in_thread(lambda: load_tokenizer(source))
     info = ModelInfo(
         name=source.name,
         max_model_len=source.config.max_position,
@@ -117,10 +131,74 @@ async def load(config: EngineConfig, server: ServerConfig) -> ProcessEngine:
         max_num_seqs=config.max_num_seqs,
     )
     found = config.resolve(model=source.location, revision=None)
-    engine = await ProcessEngine.start(found, info, tokenizer, server.max_queued_requests + 1)
+    most = server.max_queued_requests + config.max_num_seqs
+    with progress_bar(f"loading {source.name}") as bar:
+        engine = await ProcessEngine.start(found, info, tokenizer, most, bar or log_progress())
     if engine.up is not None:
         engine.model = replace(info, max_model_len=engine.up.max_model_len)
+        log.info("%s", describe_cache(engine.up, config.block_size, config.tensor_parallel_size))
     return engine
+
+
+def announce(config: EngineConfig, source: ModelSource) -> None:
+    """Log what each rank will hold; InputError, with a command line that fits, where that does not fit."""
+    try:
+        whole = footprint(config, source)
+        for line in describe(config, source, whole):
+            log.info("%s", line)
+        check_fit(config, source, whole)
+    except Misfit as misfit:
+        hint = f"; this would fit: serried serve {misfit.fits}" if misfit.fits else ""
+        raise InputError(f"{misfit.problem}{hint}") from None
+
+
+def describe_cache(up: Up, block_size: int, ranks: int) -> str:
+    """A line for a person: the KV cache, and how many of the longest requests it holds at once."""
+    tokens, longest = up.blocks * block_size, up.max_model_len
+    return (
+        f"KV cache: {up.blocks:,} blocks of {block_size} tokens ({tokens:,} tokens), {gib(up.cache_bytes)} on "
+        f"{'the rank' if ranks == 1 else 'rank 0'}; maximum concurrency for {longest:,}-token requests: "
+        f"{tokens / longest:.2f}x"
+    )
+
+
+def log_progress() -> Callable[[int, int], None]:
+    """Progress for a log: a line every few seconds, and none where loading is quick."""
+    told = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= LOG_EVERY:
+            told = time.monotonic()
+            log.info("loading: %d%%", 100 * done // total)
+
+    return tell
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """As asyncio.to_thread, but the end of the process does not wait for it: a download may take long."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if result.cancelled():
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(cast(T, value))
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = work()
+        except BaseException as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await result
 
 
 def sampling_defaults(source: ModelSource) -> dict[str, float]:

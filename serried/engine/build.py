@@ -9,12 +9,15 @@ from serried.models.registry import ModelSource
 from serried.text.directory import has_tokenizer
 from serried.text.tokenizer import Tokenizer
 
+NO_TOKENIZER = ("no_vocab", "none")  # what llama.cpp writes in the place of a tokenizer's kind
 SCORE_BYTES = 64 << 20  # of logits that prompts may give log-probabilities of in one step
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer | None:
-    """The model's tokenizer; None for a preset."""
+    """The model's tokenizer; None where it has none, as a preset."""
     if source.gguf is not None:
+        if source.gguf.metadata.get("tokenizer.ggml.model") in NO_TOKENIZER:
+            return None
         return Tokenizer.from_gguf(source.gguf.metadata)
     if source.directory is not None and has_tokenizer(source.directory):
         return Tokenizer.from_directory(source.directory)

@@ -33,6 +33,7 @@ from serried.engine.wire import (
     Deltas,
     Figures,
     FromEngine,
+    Loading,
     Probe,
     Refused,
     Setup,
@@ -44,6 +45,7 @@ from serried.parallel.launch import RankProcesses
 from serried.sampling_params import SamplingParams
 from serried.text.bad_words import spell_out
 from serried.text.tokenizer import Tokenizer
+from serried.weights.load import Progress
 
 PROCESS_MODULE = "serried.engine.process"
 LOOK_AROUND = 0.2  # seconds between two looks at the liveness of the process
@@ -56,11 +58,12 @@ log = logging.getLogger("serried.engine")
 
 @dataclass
 class _Flight:
-    """A request in flight: how it was handed in, what it has so far, and where its deltas go."""
+    """A request in flight: how it was handed in, what it has so far, where its deltas go, how many deaths it saw."""
 
     add: Add
     outputs: dict[int, list[int]]  # of the samples that still run
     deltas: asyncio.Queue[TokenDelta | Exception] = field(default_factory=asyncio.Queue)
+    deaths: int = 0
 
 
 class ProcessEngine:
@@ -84,15 +87,22 @@ class ProcessEngine:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._tasks: list[asyncio.Task[None]] = []
+        self._processes: RankProcesses | None = None
+        self._sockets: tuple[zmq.asyncio.Socket, ...] = ()
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, model: ModelInfo, tokenizer: Tokenizer | None, max_waiting: int = 1024
+        cls,
+        config: EngineConfig,
+        model: ModelInfo,
+        tokenizer: Tokenizer | None,
+        max_waiting: int = 1024,
+        progress: Progress | None = None,
     ) -> ProcessEngine:
         """Start the process and wait until it is there. InputError or RankFailed where it does not come up."""
         engine = cls(config, model, tokenizer, max_waiting)
         try:
-            await engine._launch()
+            engine.up = await engine._launch(progress)
         except BaseException as error:
             await engine.close()
             if isinstance(error, RankFailed) and error.input_error:
@@ -165,6 +175,8 @@ class ProcessEngine:
         """See AsyncEngine.check_ready."""
         if self._dead:
             raise self._dead
+        if self.up is None:
+            raise EngineDead("a rank has failed, and the engine is being started again")
         if time.monotonic() - self._alive_at < PROBE_AGE:
             return
         number = secrets.randbits(62)
@@ -190,24 +202,16 @@ class ProcessEngine:
         self._context.destroy(linger=0)
         self._folder.cleanup()
 
-    async def drain(self, timeout: float) -> bool:
-        """Wait until no request is in flight; False where some still are after so many seconds."""
-        deadline = time.monotonic() + timeout
-        while self._flights and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        return not self._flights
-
     # The process
 
-    async def _launch(self) -> None:
+    async def _launch(self, progress: Progress | None = None) -> Up:
         """Start a process, and wait for its Up."""
-        self.up = None
         folder = Path(self._folder.name) / secrets.token_hex(4)
         folder.mkdir()
-        self._requests = self._bind(zmq.PUSH, folder / "requests")
-        self._answers = self._bind(zmq.PULL, folder / "answers")
+        self._sockets = self._bind(zmq.PUSH, folder / "requests"), self._bind(zmq.PULL, folder / "answers")
+        self._requests, self._answers = self._sockets
         setup = Setup(self.config, str(folder), self._max_waiting)
-        self._processes: RankProcesses | None = await asyncio.to_thread(
+        self._processes = await asyncio.to_thread(
             RankProcesses,
             PROCESS_MODULE,
             1,
@@ -217,8 +221,9 @@ class ProcessEngine:
             first=0,
         )
         while not isinstance(message := await self._next(), Up):
-            pass
-        self.up = message
+            if progress and isinstance(message, Loading):
+                progress(message.done, message.total)
+        return message
 
     def _bind(self, kind: int, path: Path) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
@@ -229,11 +234,11 @@ class ProcessEngine:
         return socket
 
     async def _end(self) -> None:
-        processes, self._processes = getattr(self, "_processes", None), None
+        processes, self._processes = self._processes, None
         if processes is not None:
             await asyncio.to_thread(processes.close)
-            self._requests.close()
-            self._answers.close()
+        for socket in self._sockets:
+            socket.close()
 
     async def _next(self) -> FromEngine:
         """The next message; RankFailed where the process has died meanwhile."""
@@ -244,8 +249,16 @@ class ProcessEngine:
         return message
 
     async def _send(self, message: ToEngine) -> None:
-        if not self._requests.closed:
+        """Tell the process, where there is one; what a request is about, the next one is told in any case."""
+        if self.up is None:
+            return
+        try:
             await self._requests.send(self._encoder.encode(message))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Else the process has died, and with its socket this send: nobody has cancelled the caller.
 
     async def _run(self) -> None:
         """Pass messages on, and start anew after a death."""
@@ -261,6 +274,7 @@ class ProcessEngine:
         """A new process, which gets all that is in flight; False where too many have died."""
         while True:
             log.error("%s%s", error, f"\n{error.traceback}" if error.traceback else "")
+            self._not_ready()
             await self._end()
             self._deaths.append(time.monotonic())
             if len(self._deaths) == MOST_DEATHS and self._deaths[-1] - self._deaths[0] < WITHIN:
@@ -269,17 +283,20 @@ class ProcessEngine:
                 return False
             self._before = replace(self.stats(), restarts=self._before.restarts + 1)
             self._stats = EngineStats()
+            self._end_suspects()
             log.warning("starting the ranks again; %d requests go on after that", len(self._flights))
             try:
-                await self._launch()
+                up = await self._launch()
             except RankFailed as again:
                 error = again
                 continue
             except InputError as refusal:
                 self._die(EngineDead(f"the engine could not be started again: {refusal}"))
                 return False
-            for flight in self._flights.values():
-                if flight.outputs:
+            # From here on new requests go to the process by themselves: those that are here now are handed in again.
+            self.up, flights = up, list(self._flights.items())
+            for id, flight in flights:
+                if flight.outputs and self._flights.get(id) is flight:
                     await self._send(msgspec.structs.replace(flight.add, outputs=flight.outputs))
             return True
 
@@ -291,6 +308,21 @@ class ProcessEngine:
         for answer in self._probes.values():
             if not answer.done():
                 answer.set_exception(error)
+
+    def _end_suspects(self) -> None:
+        """A request that was there at two deaths may be what kills: a third would take all others with it."""
+        for flight in self._flights.values():
+            flight.deaths += 1
+            if flight.deaths == MOST_DEATHS - 1 and flight.outputs:
+                flight.outputs.clear()
+                flight.deltas.put_nowait(EngineDead("the engine has died twice while this request ran"))
+
+    def _not_ready(self) -> None:
+        """Until the next process is there; nobody will answer the probes that are under way."""
+        self.up, self._alive_at = None, 0.0
+        for answer in self._probes.values():
+            if not answer.done():
+                answer.set_exception(EngineDead("a rank failed while this forward ran"))
 
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, Deltas):

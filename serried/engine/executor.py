@@ -14,6 +14,7 @@ from serried.backends.registry import resolve_backend
 from serried.backends.step import StepInput
 from serried.config import EngineConfig, TorchrunWorld, child_environment, torchrun_environment
 from serried.engine.channel import TELL_TIMES, open_channel
+from serried.engine.footprint import check_fit, footprint
 from serried.engine.group import group_of_children, group_of_world
 from serried.engine.worker import RankInfo, RankTimes, StepOutput, Worker
 from serried.errors import InputError, RankFailed
@@ -217,6 +218,8 @@ def create_executor(
     size, world = config.tensor_parallel_size, torchrun_environment()
     if world is not None:
         check_world(config, world)
+    else:
+        check_fit(config, source, footprint(config, source))
     local_rank = 0 if world is None else world.local_rank
     # Decided here, once: a child that is bound to some cores would count them anew, and one that is given a hub id
     # would ask the hub, which may have something newer by then.

@@ -15,7 +15,7 @@ from serried.engine.executor import Executor, create_executor
 from serried.engine.outputs import Answer, Delta, RequestOutput
 from serried.errors import InputError
 from serried.models.registry import ModelSource, open_model
-from serried.progress import progress_bar
+from serried.progress import Meter, progress_bar
 from serried.sampling_params import SamplingParams
 from serried.text.bad_words import spell_out
 from serried.text.chat import encode_chat
@@ -55,11 +55,11 @@ class LLM:
         """Answer one prompt or many: text, or token ids. The answers are in the order of the prompts."""
         many = as_prompts(prompts)
         outputs: dict[int, RequestOutput] = {}
-        with progress_bar("generating", unit="prompts") as progress:
+        with progress_bar("generating", unit="prompts") as draw:
+            meter = Meter(draw, len(many))
             for delta in self.stream(many, sampling_params):
                 outputs[delta.index] = delta.output
-                if progress and delta.output.finished:
-                    progress(sum(output.finished for output in outputs.values()), len(many))
+                meter.take(1, answered=delta.output.finished)
         return [outputs[index] for index in sorted(outputs)]
 
     def chat(

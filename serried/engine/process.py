@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -11,12 +13,13 @@ import zmq
 from serried.engine.build import build_core, load_tokenizer
 from serried.engine.executor import create_executor
 from serried.engine.service import EngineService
-from serried.engine.wire import Close, FromEngine, Setup, ToEngine, Up
+from serried.engine.wire import Close, FromEngine, Loading, Setup, ToEngine, Up
 from serried.models.registry import open_model
 from serried.parallel.link import ChildLink
-from serried.progress import progress_bar
+from serried.weights.load import Progress
 
 IDLE_LOOK = 0.5  # seconds that an idle engine waits for a message before it reports again
+TELL_EVERY = 0.1  # seconds between two words on how far loading is
 
 
 class Sockets:
@@ -57,10 +60,10 @@ def main() -> None:
         weights = setup.config.load_format != "dummy"
         source = open_model(setup.config.model, setup.config.revision, weights=weights)
         tokenizer = load_tokenizer(source)
-        with progress_bar(f"loading {source.name}") as progress:
-            executor = create_executor(setup.config, source, progress)
         sockets = Sockets(setup.address)
+        executor = None
         try:
+            executor = create_executor(setup.config, source, told_sometimes(sockets.send))
             core = build_core(executor, source, tokenizer)
             service = EngineService(core, executor, tokenizer, setup.max_waiting, sockets.send)
             worker = executor.worker
@@ -76,8 +79,23 @@ def main() -> None:
             gc.freeze()  # what loading has made stays: no pause of a step to look through it again
             serve(service, sockets)
         finally:
-            executor.close()
+            if executor is not None:
+                executor.close()
             sockets.close()
+
+
+def told_sometimes(send: Callable[[FromEngine], None]) -> Progress:
+    """A progress of loading that is sent on, but not for every piece of a tensor."""
+    told = 0.0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told >= TELL_EVERY or done == total:
+            told = now
+            send(Loading(done, total))
+
+    return tell
 
 
 def serve(service: EngineService, sockets: Sockets) -> None:

@@ -118,7 +118,7 @@ class EngineService:
 
     def _add(self, message: Add) -> None:
         waiting = len(self.core.scheduler.waiting)
-        if waiting >= self.max_waiting:
+        if waiting >= self.max_waiting and message.outputs is None:  # what runs again after a restart was let in once
             self._send(Refused(message.id, "the queue is full", waiting))
             return
         if message.id in self._samples:

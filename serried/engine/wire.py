@@ -19,6 +19,13 @@ class Setup(msgspec.Struct, frozen=True):
     max_waiting: int
 
 
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """How much of the model is loaded, in elements of rank 0."""
+
+    done: int
+    total: int
+
+
 class Up(msgspec.Struct, frozen=True, tag=True):
     """The engine is there."""
 
@@ -89,4 +96,4 @@ class Figures(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Add | Abort | Probe | Close
-FromEngine = Up | Refused | Deltas | Alive | Figures
+FromEngine = Loading | Up | Refused | Deltas | Alive | Figures

@@ -16,6 +16,7 @@ from serried.backends.registry import create_backend
 from serried.backends.step import StepInput
 from serried.config import EngineConfig
 from serried.engine.choice import choose_tokens
+from serried.engine.footprint import CACHE_SHARE
 from serried.engine.interface import TokenLogprobs
 from serried.engine.logprobs import score_tokens
 from serried.engine.wants import unpack_wants
@@ -30,7 +31,6 @@ from serried.weights.load import Progress, describe_methods, load_parameters
 
 log = logging.getLogger(__name__)
 
-CACHE_SHARE = 0.5  # of the memory that is free once the weights are there, over the ranks of this machine
 DEFAULT_SEQUENCES = 8  # a default cache holds at most so many sequences of the longest kind
 
 

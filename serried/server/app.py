@@ -33,16 +33,22 @@ Load = Callable[[], Awaitable[AsyncEngine]]
 log = logging.getLogger("serried.server")
 
 
-def create_app(config: ServerConfig, model: str, load: Load, failed: Callable[[BaseException], None]) -> FastAPI:
+def create_app(
+    config: ServerConfig,
+    model: str,
+    load: Load,
+    ready: Callable[[ServerState], None],
+    failed: Callable[[BaseException], None],
+) -> FastAPI:
     """The ASGI application. It loads the engine once it runs, and answers meanwhile.
 
-    model: its name, unless config has others. failed: is told where loading fails.
+    model: its name, unless config has others. ready, failed: one of them is told how loading has ended.
     """
     state = ServerState(config, model)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
-        loading = asyncio.create_task(_load(state, load, failed))
+        loading = asyncio.create_task(_load(state, load, ready, failed))
         try:
             yield
         finally:
@@ -69,7 +75,7 @@ def create_app(config: ServerConfig, model: str, load: Load, failed: Callable[[B
     app.add_middleware(
         RequestLimits, size=config.max_body_size, headers=config.max_header_size, seconds=config.body_timeout
     )
-    app.add_middleware(WhileLoading, state=state)
+    app.add_middleware(Closed, state=state)
     if config.api_key:
         app.add_middleware(ApiKeys, keys=config.api_key)
     if config.allowed_origins:
@@ -83,30 +89,43 @@ def create_app(config: ServerConfig, model: str, load: Load, failed: Callable[[B
     return app
 
 
-async def _load(state: ServerState, load: Load, failed: Callable[[BaseException], None]) -> None:
+async def _load(
+    state: ServerState, load: Load, ready: Callable[[ServerState], None], failed: Callable[[BaseException], None]
+) -> None:
     try:
         state.loaded(await load())
+        ready(state)
     except Exception as error:
         failed(error)
 
 
-class WhileLoading:
-    """Middleware: until the engine is there, 503 with Retry-After on every route but /health."""
+class Closed:
+    """Middleware: until the engine is there, and once the server drains, 503 on every route but /health."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self.app, self.state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self.state.engine_or_none is None and scope["path"] != OPEN:
-            wait = {"retry-after": "2"}
-            told = ApiError(503, "the model is being loaded", code="loading", headers=wait)
-            await error_response(scope["path"], told)(scope, receive, send)
+        why = self._why() if scope["type"] == "http" and scope["path"] != OPEN else None
+        if why is not None:
+            await error_response(scope["path"], why)(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
+    def _why(self) -> ApiError | None:
+        if self.state.draining:
+            headers = {"retry-after": "5", "connection": "close"}
+            return ApiError(503, "the server is ending, and takes no new requests", code="draining", headers=headers)
+        if self.state.engine_or_none is None:
+            return ApiError(503, "the model is being loaded", code="loading", headers={"retry-after": "2"})
+        return None
+
 
 class Envelope:
-    """Middleware: counts responses by route and status, gives each an id, and answers where all else has failed."""
+    """Middleware: counts requests that are being answered, and responses by route and status; gives each an id.
+
+    It answers where all else has failed.
+    """
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self.app, self.state = app, state
@@ -129,6 +148,7 @@ class Envelope:
                 message = {**message, "headers": [*message["headers"], *ids]}
             await send(message)
 
+        self.state.answering += 1
         try:
             await self.app(scope, receive, counted)
         except Exception as error:
@@ -136,3 +156,5 @@ class Envelope:
             if started:
                 raise
             await error_response(scope["path"], as_api_error(error))(scope, receive, counted)
+        finally:
+            self.state.answering -= 1

@@ -25,6 +25,7 @@ class ServerConfig:
     max_queued_requests: how many sequences may wait for a place among max_num_seqs. max_body_size,
     max_header_size: bytes. body_timeout: seconds that a request may take to arrive. write_timeout: seconds that a
     client may leave what was sent to it unread. ping_interval: seconds of silence in a stream before a comment.
+    drain_timeout: seconds that the requests that run may take after SIGTERM.
     """
 
     host: str = "127.0.0.1"
@@ -51,6 +52,7 @@ class ServerConfig:
     body_timeout: float = 60.0
     write_timeout: float = 60.0
     ping_interval: float = 15.0
+    drain_timeout: float = 300.0
     log_level: str = "info"
     access_log: bool = True
 
@@ -67,7 +69,7 @@ class ServerConfig:
         for name in ("max_logprobs", "max_queued_requests"):
             if getattr(self, name) < 0:
                 raise InputError(f"{_option(name)} {getattr(self, name)}: expected a whole number of at least 0")
-        for name in ("body_timeout", "write_timeout", "ping_interval"):
+        for name in ("body_timeout", "write_timeout", "ping_interval", "drain_timeout"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InputError(f"{_option(name)} {getattr(self, name)}: expected a number of seconds")
         if any(not key for key in self.api_key):

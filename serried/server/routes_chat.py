@@ -99,7 +99,8 @@ class _Reply:
             begun.add(piece.index)
             deltas.insert(0, {"role": "assistant", "content": ""})
         scores = self._scores(piece)
-        if (scores is not None or piece.finish_reason) and not deltas:
+        with_ids = self._body.return_token_ids and piece.tokens
+        if (scores is not None or piece.finish_reason or with_ids) and not deltas:
             deltas.append({})
         choices: list[dict[str, Any]] = [
             {"index": piece.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas

@@ -22,7 +22,11 @@ from serried.text.tools import ToolFormat, detect_format, tool_format
 
 
 class ServerState:
-    """The engine once it is loaded, its names and formats, the queue's gate, the metrics."""
+    """The engine once it is loaded, its names and formats, the queue's gate, the metrics.
+
+    answering: how many HTTP requests are being answered. draining: whether no new ones are taken, because the server
+    ends when these are answered.
+    """
 
     def __init__(self, config: ServerConfig, model: str) -> None:
         self.config = config
@@ -33,6 +37,8 @@ class ServerState:
         self.tools: ToolFormat | None = None
         self.has_reasoning = False
         self.metrics = Metrics(self._stats, self.names[0])
+        self.answering = 0
+        self.draining = False
         self._in_flight = 0
         self._mean_seconds = 1.0
         self.known_grammars: dict[GrammarSpec, None] = {}  # that compile, the oldest first

@@ -59,6 +59,7 @@ class GrammarVocabulary:
         """
         grammar = Grammar(self, grammar_text(spec))
         grammar.mask()
+        grammar.check()
         return grammar
 
 
@@ -70,16 +71,18 @@ class Grammar:
 
         self._words = (vocabulary.size + 31) // 32
         self._matcher = llguidance.LLMatcher(vocabulary.tokens, text, log_level=0, limits=vocabulary.limits)
-        self._check()
+        self.check()
 
     def mask(self) -> npt.NDArray[np.int32]:
         """Which tokens may come next: int32 [vocabulary / 32], token t is bit t % 32 of word t // 32.
 
-        An end token is allowed where the output may end. InputError where the grammar turned out to be too complex.
+        An end token is allowed where the output may end; nothing is where the grammar has turned out to be too complex,
+        which may be after many tokens.
         """
         words = np.zeros(self._words, np.int32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        self._check()
+        if self._matcher.is_error():
+            words[:] = 0
         return words
 
     def accept(self, token: int) -> bool:
@@ -91,7 +94,8 @@ class Grammar:
         """Whether nothing but an end token can follow."""
         return self._matcher.is_stopped()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """InputError where it cannot be enforced."""
         if self._matcher.is_error():
             raise InputError(f"this grammar cannot be enforced: {_reason(self._matcher.get_error())}")
 

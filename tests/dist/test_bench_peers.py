@@ -200,6 +200,8 @@ def test_an_untied_embedding_is_not_read(tiny: Models, tmp_path: Path) -> None:
         (["no-such:Q8_0"], ["no-such:Q8_0", "smollm2-135m"]),
         (["no-such.gguf"], ["no-such.gguf"]),
         (["FILE", "--rounds", "0"], ["--rounds 0"]),
+        (["FILE", "--revision", "main"], ["--revision main"]),
+        (["mistral-7b:Q8_0"], ["mistral", "llama and qwen3"]),
     ],
 )
 def test_bad_input(file: Path, capfd: Captured, words: list[str], said: list[str]) -> None:

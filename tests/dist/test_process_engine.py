@@ -62,7 +62,7 @@ def test_the_same_tokens_as_in_this_process(model: Path, backend: str) -> None:
             assert three[0] == expected[0] and len({tuple(each) for each in three}) == 3
             await engine.check_ready()
             async with asyncio.timeout(20):
-                while engine.stats().running or not engine.stats().ranks:
+                while engine.stats().generated_tokens < 24 * (len(PROMPTS) + 3) or not engine.stats().ranks:
                     await asyncio.sleep(0.05)
             stats = engine.stats()
             assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
@@ -134,6 +134,38 @@ def test_a_rank_dies_and_nobody_notices(model: Path, victim: int) -> None:
             assert await asking == before
             assert engine.stats().restarts == 1
             await engine.check_ready()
+
+    long = replace(PARAMS, max_tokens=60)
+    asyncio.run(run())
+
+
+def test_a_death_loses_and_doubles_no_request(model: Path) -> None:
+    """More requests than may wait, some handed in while nobody is there, some while nobody knows it yet."""
+
+    async def run() -> None:
+        async with served(model, tp=1, max_waiting=5, max_num_seqs=2) as engine:
+            expected = [await ask(engine, f"alone {n}", prompt) for n, prompt in enumerate(PROMPTS)]
+            assert engine._processes is not None
+            begun = [asyncio.create_task(ask(engine, f"begun {n}", PROMPTS[n % 4], long)) for n in range(5)]
+            while sum(bool(tokens) for flight in engine._flights.values() for tokens in flight.outputs.values()) < 2:
+                await asyncio.sleep(0.001)
+            os.kill(engine._processes.pids[0], signal.SIGKILL)
+            unknown = [asyncio.create_task(ask(engine, f"unknown {n}", PROMPTS[n])) for n in range(2)]
+            while engine.up is not None:
+                await asyncio.sleep(0.001)
+            with pytest.raises(EngineDead, match="being started again"):
+                await engine.check_ready()
+            known = [asyncio.create_task(ask(engine, f"known {n}", PROMPTS[n])) for n in range(2)]
+            await asyncio.sleep(0.3)  # the process is being started
+            known += [asyncio.create_task(ask(engine, f"known {n}", PROMPTS[n])) for n in (2, 3)]
+            gone = asyncio.create_task(ask(engine, "gone", PROMPTS[0]))
+            await asyncio.sleep(0)
+            gone.cancel()
+            assert await asyncio.gather(*unknown, *known) == expected[:2] + expected
+            assert len({tuple(map(tuple, answer)) for answer in await asyncio.gather(begun[0], begun[4])}) == 1
+            assert all(len(answer[0]) == long.max_tokens for answer in await asyncio.gather(*begun))
+            await engine.check_ready()
+            assert engine.stats().restarts == 1
 
     long = replace(PARAMS, max_tokens=60)
     asyncio.run(run())

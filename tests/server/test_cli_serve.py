@@ -44,6 +44,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "body_timeout": ("1.5", 1.5),
     "write_timeout": ("1.5", 1.5),
     "ping_interval": ("1.5", 1.5),
+    "drain_timeout": ("1.5", 1.5),
     "log_level": ("error", "error"),
     "access_log": ("no", False),
 }

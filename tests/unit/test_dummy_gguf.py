@@ -75,6 +75,11 @@ def test_rows_that_are_no_whole_blocks(tiny: Models, tmp_path: Path) -> None:
 def test_what_the_file_cannot_say(tiny: Models, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="llama3"):
         write_dummy_gguf(tmp_path / "a.gguf", config_of(tiny, "gguf-rope3"), "x", "BF16", 0, None)
+    for name in ("mistral-window", "qwen2", "gemma3", "phi3"):
+        family = name.partition("-")[0]
+        with pytest.raises(InputError, match=f"for llama and qwen3 models, not for {family}; give a .gguf file"):
+            write_dummy_gguf(tmp_path / "a.gguf", config_of(tiny, name), "x", "BF16", 0, None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written(tiny: Models, tmp_path: Path) -> None:
