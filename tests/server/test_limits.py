@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
-from socket import SO_RCVBUF, SOL_SOCKET, create_connection, socket
+from socket import IPPROTO_TCP, SO_RCVBUF, SOL_SOCKET, TCP_NODELAY, create_connection, socket
 from typing import Any
 
 import anthropic
@@ -321,6 +321,15 @@ def test_tls(tmp_path: Path) -> None:
             httpx.get(f"{server.url}/health")
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"{server.url.replace('https', 'http')}/health")
+
+
+def test_nothing_waits_for_a_full_packet(server: Served) -> None:
+    """With Nagle's algorithm a body waits 40 ms for the client's word that it has the headers."""
+    with httpx.Client(base_url=server.url) as http:
+        assert http.get("/health").status_code == 200
+        found = [each.transport for each in list(server.server.server_state.connections)]
+        assert found
+        assert all(each.get_extra_info("socket").getsockopt(IPPROTO_TCP, TCP_NODELAY) for each in found)
 
 
 def test_cors() -> None:
