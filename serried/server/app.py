@@ -52,7 +52,7 @@ def create_app(config: ServerConfig, model: str, load: Load, failed: Callable[[B
             if state.engine_or_none is not None:
                 await state.engine_or_none.close()
 
-    app = FastAPI(title="Serried", version=__version__, lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(title="Serried", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.serried = state
     errors.install(app)
     for each in (
