@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+from certificates import certificate
 from fakes import FakeEngine, Served, served
 
 from serried.errors import EngineDead, InputError, QueueFull, RankFailed
@@ -298,17 +297,6 @@ def test_silence_is_broken() -> None:
         text = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "stream": True}, timeout=20).text
     assert text.startswith(": still working\n\n")
     assert text.endswith("data: [DONE]\n\n")
-
-
-def certificate(folder: Path) -> tuple[str, str]:
-    """A key and a certificate for 127.0.0.1 that signs itself."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
-    keyfile, certfile = str(folder / "key.pem"), str(folder / "cert.pem")
-    new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", keyfile, "-out", certfile]
-    name = ["-days", "2", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run(["openssl", "req", "-x509", *new, *name], check=True, capture_output=True)
-    return keyfile, certfile
 
 
 def test_tls(tmp_path: Path) -> None:
