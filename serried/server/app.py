@@ -52,7 +52,10 @@ def create_app(config: ServerConfig, model: str, load: Load, failed: Callable[[B
             if state.engine_or_none is not None:
                 await state.engine_or_none.close()
 
-    app = FastAPI(title="Serried", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    # /openapi.json is served, its pages in a browser are not: they load their scripts from elsewhere.
+    app = FastAPI(
+        title="Serried", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.state.serried = state
     errors.install(app)
     for each in (

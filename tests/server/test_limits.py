@@ -311,6 +311,16 @@ def test_tls(tmp_path: Path) -> None:
             httpx.get(f"{server.url.replace('https', 'http')}/health")
 
 
+def test_an_idle_tls_client_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    keyfile, certfile = certificate(tmp_path)
+    context = ssl.create_default_context(cafile=certfile)
+    with httpx.Client(verify=context) as idle:
+        with served(ssl_keyfile=keyfile, ssl_certfile=certfile) as server:
+            assert idle.get(f"{server.url}/health").status_code == 200
+            start = time.monotonic()
+        assert time.monotonic() - start < 8  # it would wait for 10 s, then give up on all that still runs
+
+
 def test_nothing_waits_for_a_full_packet(server: Served) -> None:
     """With Nagle's algorithm a body waits 40 ms for the client's word that it has the headers."""
     with httpx.Client(base_url=server.url) as http:

