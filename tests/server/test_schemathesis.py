@@ -1,4 +1,4 @@
-"""Schemathesis over /openapi.json: what it makes of the description never gives a 5xx, nor an answer of another kind."""
+"""Schemathesis over /openapi.json: what it makes of the description gives no 5xx, and no answer of another kind."""
 
 from __future__ import annotations
 
