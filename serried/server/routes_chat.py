@@ -15,6 +15,7 @@ from serried.server.chat_request import Chat, prepare_chat
 from serried.server.errors import as_api_error, error_body
 from serried.server.json_response import json_response
 from serried.server.logprobs import chat_logprobs, prompt_logprobs
+from serried.server.openapi import STREAMED
 from serried.server.protocol_chat import ChatRequest
 from serried.server.questions import pieces_of
 from serried.server.sse import DONE, event, stream_of, while_connected
@@ -25,7 +26,7 @@ from serried.text.tools import CallArguments, CallStart, Content
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=STREAMED)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     arrived = time.monotonic()

@@ -16,6 +16,7 @@ from serried.server.body import JsonRoute
 from serried.server.errors import as_api_error, bad_request, error_body
 from serried.server.json_response import json_response
 from serried.server.logprobs import CompletionLogprobs, prompt_logprobs
+from serried.server.openapi import STREAMED
 from serried.server.prompts import encode_prompts
 from serried.server.protocol_completions import CompletionRequest
 from serried.server.questions import make_questions, pieces_of
@@ -28,7 +29,7 @@ from serried.server.usage import Usage
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=STREAMED)
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue each prompt."""
     arrived = time.monotonic()

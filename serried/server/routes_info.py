@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 
 from serried import __version__
 from serried.server.json_response import json_response
@@ -36,7 +37,7 @@ async def version() -> Response:
     return json_response({"version": __version__})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
     return Response(state_of(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -16,6 +16,7 @@ from serried.server.chat_request import Chat, prepare_chat, template_tools
 from serried.server.errors import as_api_error, error_body, renamed
 from serried.server.json_response import json_response
 from serried.server.messages_request import RENAMED, as_chat
+from serried.server.openapi import STREAMED
 from serried.server.prompts import encode_messages
 from serried.server.protocol_messages import CountRequest, MessagesRequest
 from serried.server.questions import pieces_of
@@ -28,7 +29,7 @@ router = APIRouter(route_class=JsonRoute)
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
-@router.post("/v1/messages")
+@router.post("/v1/messages", responses=STREAMED)
 async def messages(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation."""
     arrived = time.monotonic()

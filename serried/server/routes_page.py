@@ -9,7 +9,7 @@ from fastapi import APIRouter, Response
 
 from serried.server.errors import ApiError
 
-router = APIRouter()
+router = APIRouter(include_in_schema=False)
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # A page that shows what a model wrote must not run it, nor load or send anything elsewhere.
 _HEADERS = {

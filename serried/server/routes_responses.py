@@ -15,6 +15,7 @@ from serried.server.chat_request import Chat, prepare_chat
 from serried.server.errors import as_api_error, renamed
 from serried.server.json_response import json_response
 from serried.server.logprobs import chat_logprobs
+from serried.server.openapi import STREAMED
 from serried.server.protocol_responses import ResponsesRequest
 from serried.server.questions import pieces_of
 from serried.server.responses_output import ResponseWriter
@@ -27,7 +28,7 @@ from serried.text.tools import CallStart
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", responses=STREAMED)
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, in OpenAI's newer words."""
     arrived = time.monotonic()

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
-from socket import SO_RCVBUF, SOL_SOCKET, create_connection, socket
+from socket import IPPROTO_TCP, SO_RCVBUF, SOL_SOCKET, TCP_NODELAY, create_connection, socket
 from typing import Any
 
 import anthropic
 import httpx
 import openai
 import pytest
+from certificates import certificate
 from fakes import FakeEngine, Served, served
 
 from serried.errors import EngineDead, InputError, QueueFull, RankFailed
@@ -300,17 +299,6 @@ def test_silence_is_broken() -> None:
     assert text.endswith("data: [DONE]\n\n")
 
 
-def certificate(folder: Path) -> tuple[str, str]:
-    """A key and a certificate for 127.0.0.1 that signs itself."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
-    keyfile, certfile = str(folder / "key.pem"), str(folder / "cert.pem")
-    new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", keyfile, "-out", certfile]
-    name = ["-days", "2", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run(["openssl", "req", "-x509", *new, *name], check=True, capture_output=True)
-    return keyfile, certfile
-
-
 def test_tls(tmp_path: Path) -> None:
     keyfile, certfile = certificate(tmp_path)
     with served(ssl_keyfile=keyfile, ssl_certfile=certfile) as server:
@@ -321,6 +309,25 @@ def test_tls(tmp_path: Path) -> None:
             httpx.get(f"{server.url}/health")
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"{server.url.replace('https', 'http')}/health")
+
+
+def test_an_idle_tls_client_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    keyfile, certfile = certificate(tmp_path)
+    context = ssl.create_default_context(cafile=certfile)
+    with httpx.Client(verify=context) as idle:
+        with served(ssl_keyfile=keyfile, ssl_certfile=certfile) as server:
+            assert idle.get(f"{server.url}/health").status_code == 200
+            start = time.monotonic()
+        assert time.monotonic() - start < 8  # it would wait for 10 s, then give up on all that still runs
+
+
+def test_nothing_waits_for_a_full_packet(server: Served) -> None:
+    """With Nagle's algorithm a body waits 40 ms for the client's word that it has the headers."""
+    with httpx.Client(base_url=server.url) as http:
+        assert http.get("/health").status_code == 200
+        found = [each.transport for each in list(server.server.server_state.connections)]
+        assert found
+        assert all(each.get_extra_info("socket").getsockopt(IPPROTO_TCP, TCP_NODELAY) for each in found)
 
 
 def test_cors() -> None:

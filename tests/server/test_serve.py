@@ -6,11 +6,9 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -18,34 +16,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from serving import address, process, wait_until_ready
 from tiny_models import TEXT, Models
 
 from serried import LLM, SamplingParams
 
-ROOT = Path(__file__).parents[2]
 OPTIONS = ["--dtype", "float32", "--backend", "torch", "--threads-per-rank", "1", "--block-size", "8"]
-
-
-@contextmanager
-def process(*words: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "serried", "serve", "--port", "0", *words]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as started:
-        try:
-            yield started
-        finally:
-            if started.poll() is None:
-                started.terminate()
-            started.communicate(timeout=120)
-
-
-def address(started: subprocess.Popen[str]) -> str:
-    """Where it listens, which it says before it has loaded anything."""
-    assert started.stderr is not None
-    for line in started.stderr:
-        if found := re.search(r"listening on (http://127\.0\.0\.1:\d+)", line):
-            return found[1]
-    raise AssertionError("it does not listen")
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +33,7 @@ def model(tiny: Models) -> Path:
 def running(model: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     with process(str(model), "-tp", "2", "--served-model-name", "tiny", "--no-access-log", *OPTIONS) as started:
         url = address(started)
-        deadline = time.monotonic() + 120
-        seen = set()
-        while (status := httpx.get(f"{url}/ready").status_code) != 200:
-            seen.add((status, httpx.get(f"{url}/health").status_code))
-            assert time.monotonic() < deadline and started.poll() is None
-            time.sleep(0.05)
-        assert seen == {(503, 200)}
+        assert wait_until_ready(url, started) == {(503, 200)}
         yield url, started
 
 

@@ -42,13 +42,14 @@ function show(now, then) {
   byId("running").textContent = figures.running;
   byId("waiting").textContent = figures.waiting;
   const used = figures.blocks_total ? figures.blocks_used / figures.blocks_total : 0;
-  byId("kv-text").textContent = `${percent(used)} of ${figures.blocks_total} blocks`;
+  byId("kv-text").textContent = `${figures.blocks_used} of ${figures.blocks_total} blocks`;
   byId("kv").firstElementChild.style.width = `${100 * used}%`;
   byId("prefix").textContent = figures.prefix_queries ? percent(figures.prefix_hits / figures.prefix_queries) : "–";
   if (then && now.time > then.time) {
     const tokens = Math.max(0, figures.generated_tokens - then.stats.generated_tokens);
     speed(tokens / (now.time - then.time));
   }
+  byId("brief").textContent = `${byId("speed").textContent} tokens/s, ${figures.running} running, ${figures.waiting} waiting`;
   ranks(figures.ranks, then ? then.stats.ranks : []);
 }
 
