@@ -42,7 +42,11 @@ class CompletionLogprobs:
         best = _best(scores, self._top)
         # The token's own comes along where it is not among the likeliest, as OpenAI does it.
         best.setdefault(scores.ids[0], scores.logprobs[0])
-        lists["top_logprobs"].append({token_text(id, self._tokenizer): _finite(value) for id, value in best.items()})
+        # Two tokens can have one text; the likelier of them is the one that is told.
+        by_text: dict[str, float] = {}
+        for id, value in best.items():
+            by_text.setdefault(token_text(id, self._tokenizer), _finite(value))
+        lists["top_logprobs"].append(by_text)
 
 
 def chat_logprobs(

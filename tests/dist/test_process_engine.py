@@ -61,12 +61,13 @@ def test_the_same_tokens_as_in_this_process(model: Path, backend: str) -> None:
             three = await ask(engine, "three", PROMPTS[0], replace(PARAMS, n=3))
             assert three[0] == expected[0] and len({tuple(each) for each in three}) == 3
             await engine.check_ready()
-            async with asyncio.timeout(20):
-                while engine.stats().generated_tokens < 24 * (len(PROMPTS) + 3) or not engine.stats().ranks:
+            said = 24 * (len(PROMPTS) + 3)
+            async with asyncio.timeout(20):  # figures come after the tokens that they count
+                while engine.stats().generated_tokens < said or engine.stats().running or not engine.stats().ranks:
                     await asyncio.sleep(0.05)
             stats = engine.stats()
             assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
-            assert stats.generated_tokens == 24 * (len(PROMPTS) + 3)
+            assert stats.generated_tokens == said
             assert len(stats.ranks) == 2
             assert all(rank.compute > 0 for rank in stats.ranks)
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import openai
 import pytest
 from fakes import EOS, FakeEngine, Served, counted, served, tiny_tokenizer
+
+from serried.engine.interface import TokenLogprobs
+from serried.server.logprobs import CompletionLogprobs
 
 TOKENIZER = tiny_tokenizer()
 
@@ -243,3 +248,12 @@ def events(text: str) -> list[dict[str, object]]:
     blocks = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     assert blocks[-1] == "[DONE]"
     return [json.loads(block) for block in blocks[:-1]]
+
+
+def test_two_tokens_of_one_text_keep_the_likelier_score() -> None:
+    """lm_eval takes a token as the greedy choice where no score beside it is higher."""
+    same: Any = SimpleNamespace(token_bytes=lambda token: b"a")
+    scores = CompletionLogprobs(same, 1)
+    scores.add(5, TokenLogprobs((5, 6), (-1.0, -0.5), (2, 1)), 0)
+    assert scores.lists["token_logprobs"] == [-1.0]
+    assert scores.lists["top_logprobs"] == [{"a": -0.5}]

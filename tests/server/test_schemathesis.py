@@ -23,7 +23,17 @@ CHECKS = [
 
 def run(url: str, folder: Path, seconds: int, *words: str) -> str:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--checks", ",".join(CHECKS)]
-    command += ["--max-time", str(seconds), "--continue-on-failure", "--no-color", "--warnings", "off", *words]
+    command += [
+        "--max-time",
+        str(seconds),
+        "--continue-on-failure",
+        "--no-color",
+        "--warnings",
+        "off",
+        "--request-timeout",
+        "120",
+    ]
+    command += words
     environment = {**os.environ, "COLUMNS": "160"}
     done = subprocess.run(
         command, check=False, cwd=folder, env=environment, capture_output=True, text=True, timeout=60 + 2 * seconds
@@ -55,7 +65,7 @@ def test_a_few_seconds(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_minutes_on_a_real_engine(tiny: Models, tmp_path: Path) -> None:
     with process(
-        str(tiny.directory("split-text")), "-tp", "2", "--threads-per-rank", "1", "--no-access-log"
+        str(tiny.directory("split-text")), "-tp", "2", "--threads-per-rank", "1", "--max-model-len", "256"
     ) as started:
         url = address(started)
         wait_until_ready(url, started)

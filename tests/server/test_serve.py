@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import ssl
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from certificates import certificate
 from serving import address, process, wait_until_ready
 from tiny_models import TEXT, Models
 
@@ -130,6 +132,34 @@ def test_bad_input_reaches_nobody(url: str) -> None:
     for body in bad:
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "x", **body}).status_code in (200, 400)
     assert httpx.get(f"{url}/ready").status_code == 200
+
+
+def test_options_in_a_file_and_in_the_environment(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TLS, keys, names and the queue's limit, each met by a client."""
+    keyfile, certfile = certificate(tmp_path)
+    options = {"model": str(model), "tensor-parallel-size": 2, "max-num-seqs": 1, "max-queued-requests": 1}
+    options |= {"served-model-name": ["one", "two"], "ssl-keyfile": keyfile, "ssl-certfile": certfile}
+    file = tmp_path / "serve.yaml"
+    file.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in options.items()))
+    monkeypatch.setenv("SERRIED_API_KEY", "secret")
+    with process("--config", str(file), *OPTIONS) as started:
+        url = address(started)
+        assert url.startswith("https://")
+        http = openai.DefaultHttpxClient(verify=ssl.create_default_context(cafile=certfile))
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", http_client=http, max_retries=50) as client:
+            assert [card.id for card in client.models.list().data] == ["one", "two"]  # waits while it loads
+            asked: dict[str, Any] = {"prompt": "x", "max_tokens": 40, "extra_body": {"ignore_eos": True}}
+            once = client.with_options(max_retries=0)
+            with ThreadPoolExecutor(8) as pool:
+                jobs = [pool.submit(once.completions.create, model="two", **asked) for _ in range(8)]
+                errors = [job.exception() for job in jobs]
+            assert any(isinstance(error, openai.RateLimitError) for error in errors)
+            for error in errors:
+                assert error is None or isinstance(error, openai.RateLimitError)
+            assert None in errors
+            assert client.completions.create(model="one", **asked).usage.completion_tokens == 40  # type: ignore[union-attr]
+            with pytest.raises(openai.AuthenticationError):
+                once.with_options(api_key="wrong").models.list()
 
 
 def test_an_end_by_signal(model: Path) -> None:
