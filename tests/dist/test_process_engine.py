@@ -180,7 +180,7 @@ def test_a_request_that_sees_two_deaths_is_ended(model: Path) -> None:
             expected = await ask(engine, "alone", PROMPTS[1])
             suspect = asyncio.create_task(ask(engine, "suspect", PROMPTS[0], replace(PARAMS, n=40, max_tokens=60)))
             for _ in range(2):
-                while engine.up is None or not engine._flights["suspect"].outputs[0]:
+                while engine.up is None or not ("suspect" in engine._flights and engine._flights["suspect"].outputs[0]):
                     await asyncio.sleep(0.001)
                 restarts = engine.stats().restarts
                 assert engine._processes is not None
