@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -24,6 +24,7 @@ import zmq
 import zmq.asyncio
 
 from serried.config import EngineConfig, child_environment
+from serried.engine.flight import Flight
 from serried.engine.interface import EngineStats, GrammarSpec, ModelInfo, TokenDelta
 from serried.engine.wire import (
     Abort,
@@ -56,16 +57,6 @@ PROBE_AGE = 5.0  # seconds for which a success counts
 log = logging.getLogger("serried.engine")
 
 
-@dataclass
-class _Flight:
-    """A request in flight: how it was handed in, what it has so far, where its deltas go, how many deaths it saw."""
-
-    add: Add
-    outputs: dict[int, list[int]]  # of the samples that still run
-    deltas: asyncio.Queue[TokenDelta | Exception] = field(default_factory=asyncio.Queue)
-    deaths: int = 0
-
-
 class ProcessEngine:
     """See AsyncEngine. Made with `await ProcessEngine.start(...)`; belongs to the event loop that it was made in."""
 
@@ -75,7 +66,7 @@ class ProcessEngine:
         self.tokenizer = tokenizer
         self.up: Up | None = None
         self._max_waiting = max_waiting
-        self._flights: dict[str, _Flight] = {}
+        self._flights: dict[str, Flight] = {}
         self._stats = EngineStats()
         self._before = EngineStats()  # of the processes that have died
         self._probes: dict[int, asyncio.Future[None]] = {}
@@ -135,7 +126,7 @@ class ProcessEngine:
             params = replace(params, seed=secrets.randbits(64))
         words = spell_out(params.bad_words, self.tokenizer)
         add = Add(request_id, list(prompt), params, words, priority, cache_salt, grammar)
-        flight = self._flights[request_id] = _Flight(add, {index: [] for index in range(params.n)})
+        flight = self._flights[request_id] = Flight(add, {index: [] for index in range(params.n)})
         unfinished = set(flight.outputs)
         try:
             await self._send(add)
@@ -283,7 +274,8 @@ class ProcessEngine:
                 return False
             self._before = replace(self.stats(), restarts=self._before.restarts + 1)
             self._stats = EngineStats()
-            self._end_suspects()
+            for flight in self._flights.values():
+                flight.see_death()
             log.warning("starting the ranks again; %d requests go on after that", len(self._flights))
             try:
                 up = await self._launch()
@@ -297,7 +289,7 @@ class ProcessEngine:
             self.up, flights = up, list(self._flights.items())
             for id, flight in flights:
                 if flight.outputs and self._flights.get(id) is flight:
-                    await self._send(msgspec.structs.replace(flight.add, outputs=flight.outputs))
+                    await self._send(flight.rest)
             return True
 
     def _die(self, error: EngineDead) -> None:
@@ -308,14 +300,6 @@ class ProcessEngine:
         for answer in self._probes.values():
             if not answer.done():
                 answer.set_exception(error)
-
-    def _end_suspects(self) -> None:
-        """A request that was there at two deaths may be what kills: a third would take all others with it."""
-        for flight in self._flights.values():
-            flight.deaths += 1
-            if flight.deaths == MOST_DEATHS - 1 and flight.outputs:
-                flight.outputs.clear()
-                flight.deltas.put_nowait(EngineDead("the engine has died twice while this request ran"))
 
     def _not_ready(self) -> None:
         """Until the next process is there; nobody will answer the probes that are under way."""
@@ -328,7 +312,8 @@ class ProcessEngine:
         if isinstance(message, Deltas):
             self._alive_at = time.monotonic()
             for id, delta in message.items:
-                self._deliver(id, delta)
+                if flight := self._flights.get(id):
+                    flight.take(delta)
         elif isinstance(message, Figures):
             self._stats = message.stats
         elif isinstance(message, Alive):
@@ -339,16 +324,6 @@ class ProcessEngine:
         elif isinstance(message, Refused) and (flight := self._flights.get(message.id)):
             full = message.waiting is not None
             flight.deltas.put_nowait(QueueFull(message.waiting or 0) if full else InputError(message.message))
-
-    def _deliver(self, id: str, delta: TokenDelta) -> None:
-        flight = self._flights.get(id)
-        if flight is None or delta.index not in flight.outputs:
-            return  # aborted meanwhile
-        if delta.finish_reason:
-            del flight.outputs[delta.index]
-        else:
-            flight.outputs[delta.index] += delta.tokens
-        flight.deltas.put_nowait(delta)
 
 
 _COUNTERS = (
