@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -100,10 +102,10 @@ class RealServer:
 
 
 @contextmanager
-def serving(folder: Path, *words: str, wait: bool = True) -> Iterator[RealServer]:
-    """A server with its temporary files in a folder of its own."""
-    temporary, log = folder / "tmp", folder / "log"
-    temporary.mkdir(parents=True)
+def serving(folder: Path, *words: str, wait: bool = True, beneath: Path | None = None) -> Iterator[RealServer]:
+    """A server with its temporary files in a folder of its own, with a path that sockets fit in."""
+    temporary, log = Path(tempfile.mkdtemp(prefix="t-", dir=beneath)), folder / "log"
+    folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "serried", "serve", "--port", "0", *words]
     with log.open("wb") as file:
         process = subprocess.Popen(command, cwd=ROOT, stderr=file, env={**os.environ, "TMPDIR": str(temporary)})
@@ -116,6 +118,7 @@ def serving(folder: Path, *words: str, wait: bool = True) -> Iterator[RealServer
         if process.poll() is None:
             process.kill()  # its ranks end with it
         process.wait()
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def descendants(pid: int) -> list[int]:

@@ -162,3 +162,11 @@ def test_what_it_says(model: str, tmp_path: Path) -> None:
         done = httpx.post(url, content=options["-d"], headers={name: value}, timeout=60)
         assert done.status_code == 200, done.text
         assert done.json()["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_a_long_path_for_temporary_files(model: str, tmp_path: Path) -> None:
+    """Sockets have short names: they go elsewhere."""
+    long = tmp_path / ("a" * 100)
+    long.mkdir()
+    with serving(tmp_path, model, *OPTIONS, beneath=long) as server:
+        assert httpx.get(f"{server.url}/ready").status_code == 200
