@@ -51,20 +51,23 @@ class FineChunk {
     char* to = sums_.data() + int64_t{block_group} * 2 * most_ * kLowBytes;
     for (int32_t i = 0; i < counts_[group]; i += step_, x += step_ * kGroup, to += step_ * kLowBytes) {
       load<4>(x, kGroup);
-      part<0>(weights, to);
-      part<1>(weights + 64, to + 64);
-      part<2>(weights + apart, to + most_ * kLowBytes);
-      part<3>(weights + apart + 64, to + most_ * kLowBytes + 64);
+      part<0>(weights);
+      part<1>(weights + 64);
+      part<2>(weights + apart);
+      part<3>(weights + apart + 64);
+      store<0>(to, kLowBytes);
+      store<1>(to + 64, kLowBytes);
+      store<2>(to + most_ * kLowBytes, kLowBytes);
+      store<3>(to + most_ * kLowBytes + 64, kLowBytes);
     }
   }
 
  private:
   template <int kPart>
-  static void part(const char* weights, char* to) {
+  static void part(const char* weights) {
     zero<kPart>();
     load<6 + kPart % 2>(weights, 128);
     multiply_add_bytes<kPart, 4, 6 + kPart % 2>();
-    store<kPart>(to, kLowBytes);
   }
 
   // Places: with room for what the last tile of a group has too many.
