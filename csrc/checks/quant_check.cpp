@@ -54,6 +54,7 @@ struct Case {
     for (int t = 0; t < tokens; ++t) {
       std::vector<float> row(columns);
       for (float& value : row) value = normal();
+      for (int k = pick(0, 99); k < columns && t % 3; k += pick(1, 200)) row[k] *= 16;
       if (t % 5 == 4) std::fill(row.begin(), row.begin() + std::min(64, columns), 0.0f);
       round_rows(row.data(), Dtype::kFloat32, columns, x.as() + t * x_bytes, Dtype::kInt8, columns, x_stride, 1);
     }
@@ -64,7 +65,7 @@ struct Case {
     linear = {weight.as(), with_bias ? bias.data() : nullptr, table.leaves.data(),
               static_cast<int32_t>(table.leaves.size()), table.nodes, inputs, tiles};
   }
-  simd::Int8Row row(int t) { return {x.as() + t * x_bytes, x_stride}; }
+  Int8Row<char> row(int t) { return {x.as() + t * x_bytes, x_stride}; }
   int64_t floats() const { return tokens * linear.nodes * y_stride; }
   void run(const Linear& what, float* y, int t0, int t1, int o0, int o1) {
     run_linear(format, what, x.as(), x_stride, y, y_stride, t0, t1, o0, o1);
@@ -129,7 +130,7 @@ struct LeafSum {
       const Group w(c, output, g);
       int integer = 0;
       for (int k = 0; k < 32; ++k) {
-        const int q = row.values[g * 32 + k];
+        const int q = row.fine[g] ? kFineSteps * row.high[g * 32 + k] + row.low[g * 32 + k] : row.high[g * 32 + k];
         integer += q * w.values[k];
         const double product = double{row.scales[g]} * q * c.w_values[static_cast<size_t>(output) * c.inputs + g * 32 + k];
         exact += product;

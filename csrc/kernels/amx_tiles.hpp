@@ -71,6 +71,12 @@ class Scratch {
     if (!data_) size_ = 0;
     return data_;
   }
+  // The same, or the process ends.
+  char* take(size_t bytes) {
+    if (!get(bytes)) std::abort();
+    return data_;
+  }
+  char* data() const { return data_; }
 
  private:
   char* data_ = nullptr;

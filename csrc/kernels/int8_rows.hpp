@@ -1,7 +1,8 @@
-// Activations in int8: groups of 32 columns, each with a scale and the sum of its values beside the row (see Dtype in
-// kernels.hpp). One function quantizes for all operators, and no instruction set rounds differently, so a row has the
+// Activations in int8: groups of 32 columns, each with a scale and the sum of its values beside the row, and with two
+// bits more where it has outliers (see Dtype in kernels.hpp). One function quantizes for all operators, and no instruction set rounds differently, so a row has the
 // same bits whatever wrote it.
 #pragma once
+#include "int8_row.hpp"
 #include "kernels.hpp"
 #include "simd.hpp"
 
@@ -28,9 +29,40 @@ inline int32_t sum(I v) {
 }
 #endif
 
+struct OutRow : Int8Row<char> {
+  using Int8Row::Int8Row;
+  void set(int64_t group, float scale, int32_t sum, bool is_fine) const {
+    scales[group] = scale;
+    sums[group] = sum;
+    fine[group] = is_fine;
+  }
+};
+
+inline void put_bytes(int8_t* to, I values) {
+  const Bytes bytes = __builtin_convertvector(values, Bytes);
+  std::memcpy(to, &bytes, sizeof bytes);
+}
+
+// q = x * factor, to nearest even; gives the sum of their squares, which are integers that float32 holds exactly.
+inline float round_group(const V (&x)[kGroupVectors], float factor, I (&q)[kGroupVectors]) {
+  V squares{};
+  for (int j = 0; j < kGroupVectors; ++j) {
+    const V shifted = x[j] * set(factor) + set(kMagic), value = shifted - set(kMagic);
+    q[j] = (I)shifted - (I)set(kMagic);
+    squares = squares + value * value;
+  }
+  return sum(squares);
+}
+
+inline int32_t sum(const I (&q)[kGroupVectors]) {
+  I sums{};
+  for (int j = 0; j < kGroupVectors; ++j) sums += q[j];
+  return sum(sums);
+}
+
 // Magnitudes are compared as integers, where infinity and NaN are above all numbers: such a group gets values of zero
 // and a scale of that, which makes the result NaN. A scale that would be a denormal is zero.
-inline void quantize_group(const V (&x)[kGroupVectors], int8_t* values, float* scale, int32_t* total) {
+inline void quantize_group(const V (&x)[kGroupVectors], const OutRow& row, int64_t group) {
   U magnitude = (U)x[0] & 0x7fffffffu;
   for (int j = 1; j < kGroupVectors; ++j) {
     const U other = (U)x[j] & 0x7fffffffu;
@@ -38,38 +70,30 @@ inline void quantize_group(const V (&x)[kGroupVectors], int8_t* values, float* s
   }
   const uint32_t bits = largest_bits(magnitude);
   const float top = __builtin_bit_cast(float, bits);
-  if (!(top >= 127 * 0x1p-126f) || bits >= 0x7f800000) {
-    std::memset(values, 0, kGroup);
-    *scale = bits >= 0x7f800000 ? top : 0.0f;
-    *total = 0;
-    return;
+  int8_t *high = row.high + group * kGroup, *low = row.low + group * kGroup;
+  if (!(top >= 127 * kFineSteps * 0x1p-126f) || bits >= 0x7f800000) {
+    std::memset(high, 0, kGroup);
+    return row.set(group, bits >= 0x7f800000 ? top : 0.0f, 0, false);
   }
-  const V inverse = set(127.0f / top);
-  I sums{};
+  I q[kGroupVectors];
+  if (round_group(x, 127.0f / top, q) >= kFineSquares) {
+    for (int j = 0; j < kGroupVectors; ++j) put_bytes(high + j * kLanes, q[j]);
+    return row.set(group, top / 127.0f, sum(q), false);
+  }
+  constexpr float kMost = 127.0f * kFineSteps;
+  round_group(x, kMost / top, q);
   for (int j = 0; j < kGroupVectors; ++j) {
-    const I q = (I)(x[j] * inverse + set(kMagic)) - (I)set(kMagic);  // to nearest even
-    const Bytes bytes = __builtin_convertvector(q, Bytes);
-    std::memcpy(values + j * kLanes, &bytes, sizeof bytes);
-    sums += q;
+    const I rounded = (q[j] + kFineSteps / 2) >> 3;
+    put_bytes(high + j * kLanes, rounded);
+    put_bytes(low + j * kLanes, q[j] - rounded * kFineSteps);
   }
-  *scale = top / 127.0f;
-  *total = sum(sums);
+  row.set(group, top / kMost, sum(q), true);
 }
-
-// Where a row of kInt8 has its parts.
-struct Int8Row {
-  int8_t* values;
-  float* scales;
-  int32_t* sums;
-  Int8Row(void* row, int64_t stride)
-      : values(static_cast<int8_t*>(row)), scales(reinterpret_cast<float*>(values + stride)),
-        sums(reinterpret_cast<int32_t*>(scales + stride / kGroup)) {}
-};
 
 // f(i) gives the vector of columns from i on, f(i, n) the last one, of n columns.
 template <class F>
 inline void write_int8_row(void* out, int64_t columns, int64_t stride, F f) {
-  const Int8Row row(out, stride);
+  const OutRow row(static_cast<char*>(out), stride);
   for (int64_t group = 0, i = 0; i < stride; ++group, i += kGroup) {
     V x[kGroupVectors];
     for (int j = 0; j < kGroupVectors; ++j) {
@@ -83,7 +107,7 @@ inline void write_int8_row(void* out, int64_t columns, int64_t stride, F f) {
         x[j] = V{};
       }
     }
-    quantize_group(x, row.values + i, row.scales + group, row.sums + group);
+    quantize_group(x, row, group);
   }
 }
 

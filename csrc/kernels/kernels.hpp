@@ -22,20 +22,26 @@ constexpr int kPad = 32;            // inputs (columns of x and of a weight) com
 constexpr int kAttentionBlock = 32;     // positions
 constexpr int kAttentionSegment = 256;  // positions; a segment has its own maximum, sum and output
 
-// Of activations. A row of kInt8, `stride` columns (a multiple of 64): int8 [stride], then for each group of 32 columns
-// a float32 scale [stride / 32] and the int32 sum of its values [stride / 32]; see row_bytes.
+// Of activations. A row of kInt8, `stride` columns (a multiple of 64), is in groups of 32 columns: a value is scale * q.
+//   int8    high [stride]        q; of a fine group (one with outliers) q / 8, rounded: q = 8 * high + low
+//   float32 scale [stride / 32]
+//   int32   sum [stride / 32]    of the group's q
+//   uint8   fine [stride / 32]   0 or 1
+//   int8    low [stride]         -4 to 3; of fine groups only, elsewhere it holds anything
 enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
 // Of weights. A weight takes x in float32, bf16, or (all quantized formats) int8.
 enum class Format : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kInt4Min = 4 };
 enum class Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
 
 constexpr int kGroup = 32;  // inputs that share a scale
+constexpr int kFineSteps = 8;         // of a fine group, in one step of another: |q| is at most 8 * 127
+constexpr int kFineSquares = 25600;   // a group whose q, at most 127, have squares of a smaller sum becomes fine
 
 namespace {
 
 // Bytes of a row of activations of `stride` columns.
 constexpr int64_t row_bytes(Dtype dtype, int64_t stride) {
-  if (dtype == Dtype::kInt8) return (stride + stride / kGroup * 8 + 63) / 64 * 64;
+  if (dtype == Dtype::kInt8) return (2 * stride + stride / kGroup * 9 + 63) / 64 * 64;
   return stride * (dtype == Dtype::kFloat32 ? 4 : 2);
 }
 
@@ -101,7 +107,9 @@ using RepackQ4KFn = void (*)(const void* source, int64_t source_stride, int64_t 
 using UnpackRowFn = void (*)(const void* tiles, Format weight, int32_t inputs, int64_t row, float* out, int64_t columns);
 
 // Wherever a row is written as kInt8 (norm, reduce_add_norm, gated, round): the float32 values of each group of 32
-// columns are scaled by 127 / their largest magnitude (a group of zeros: scale 0) and rounded to nearest even.
+// columns are scaled by 127 / their largest magnitude (a group of zeros: scale 0) and rounded to nearest even. Where few
+// of them use those steps, for an outlier has set the scale (the sum of their squares is below kFineSquares), they are
+// scaled by 1016 / the largest magnitude instead: the group is fine.
 
 // out = x / sqrt(mean(x^2) + eps) * weight, for `rows` rows of [columns]; out: bf16 or float32, [rows, out_stride],
 // zeros in the padding up to out_stride.

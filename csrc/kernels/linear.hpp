@@ -164,11 +164,14 @@ uint64_t read_bytes(const void* data, size_t n) { return linear_detail::read_all
 
 double multiply(Dtype dtype, int64_t iterations) {
 #if SERRIED_amx
-  if (dtype == Dtype::kBFloat16) return linear_detail::amx::multiply(iterations);
+  if (dtype != Dtype::kFloat32) {
+    return dtype == Dtype::kInt8 ? linear_detail::amx::multiply<true>(iterations)
+                                 : linear_detail::amx::multiply<false>(iterations);
+  }
 #elif SERRIED_avx512_bf16
   if (dtype == Dtype::kBFloat16) return linear_detail::multiply_pairs(iterations);
 #endif
-  static_cast<void>(dtype);
+  if (dtype == Dtype::kInt8) return linear_detail::multiply_integers(iterations);
   return linear_detail::multiply_vectors(iterations);
 }
 

@@ -390,13 +390,22 @@ inline void linear(const Linear& linear, const void* x, int64_t x_stride, float*
   run(linear, x, x_stride, y, y_stride, token_begin, token_end, tile_begin, tile_end);
 }
 
+// Of int8 too: over the 32 k of a group, which fill half a tile.
+template <bool kBytes>
 inline double multiply(int64_t iterations) {
-  configure(kRows);
+  configure(kRows, kBytes ? kGroup : 64);
   for (int64_t i = 0; i < iterations; ++i) {
-    multiply_add<0, 4, 6>();
-    multiply_add<1, 4, 7>();
-    multiply_add<2, 5, 6>();
-    multiply_add<3, 5, 7>();
+    if constexpr (kBytes) {
+      multiply_add_bytes<0, 4, 6>();
+      multiply_add_bytes<1, 4, 7>();
+      multiply_add_bytes<2, 5, 6>();
+      multiply_add_bytes<3, 5, 7>();
+    } else {
+      multiply_add<0, 4, 6>();
+      multiply_add<1, 4, 7>();
+      multiply_add<2, 5, 6>();
+      multiply_add<3, 5, 7>();
+    }
   }
   release();
   return static_cast<double>(iterations) * 4 * 2 * kRows * 16 * kStepInputs;

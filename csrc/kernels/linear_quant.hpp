@@ -4,10 +4,13 @@
 //   sum = fma(float(exact integer sum) * scale_w, scale_x, sum)
 //   sum = fma(minimum_w, scale_x * float(sum of x), sum)        int4 with minimum only
 // The values of weights are unsigned; 128 (int4: 8) times the sum of x is what the integer sum begins with, negative.
+// In a group that is fine for a token, the sum is 8 times that of its high parts and that of its low parts: an integer
+// still, below 2^22, so that nothing else changes.
 //
 // As in linear_vector.hpp a block of M tokens times V vectors of outputs is held in registers, and where 64 outputs do
 // not fit, a short stretch of groups is walked once for each V vectors.
 #pragma once
+#include "int8_row.hpp"
 #include "kernels.hpp"
 #include "linear_drive.hpp"
 #include "linear_lanes.hpp"
@@ -76,6 +79,7 @@ struct QuantKernel {
   static constexpr int32_t kGroupInputs = 512;  // 18 to 34 KB of weights: they stay in L1 for the batch
   static constexpr bool kOneLeaf = false;
   static constexpr bool kMinimum = kFormat == Format::kInt4Min;
+  static constexpr int kOffset = kFormat == Format::kInt8 ? 128 : kFormat == Format::kInt4 ? 8 : 0;
   static constexpr bool kWords = kTakesWords<kFormat>;
   // Vectors of outputs beside M tokens: integer sums, and weights, should fit the registers.
   static constexpr int V = kWide ? 4 : kLanes == 8 ? (M == 1 ? 8 : M == 2 ? 4 : 2) : (M == 1 ? 8 : 4);
@@ -114,7 +118,11 @@ struct QuantKernel {
     const char* group = s.weight + g * kGroupBytes;
     const char* x = kWords ? pairs.data() : s.x + g * kGroup;
     const int64_t stride = kWords ? pairs.kStride : row_stride;
-    const char* scales = s.x - s.k + x_stride + (s.k / kGroup + g) * 4;
+    const Int8Row row(s.x - s.k, x_stride);
+    const int64_t at = s.k / kGroup + g;
+    const auto* scales = reinterpret_cast<const char*>(row.scales + at);
+    const uint8_t* fine = row.fine + at;
+    const auto* low = reinterpret_cast<const char*>(row.low + at * kGroup);
     const char* next = group + count * (kGroupBytes + kGroupBytes / kParts * index);  // where outputs go in parts
     Floats sum[M][V];
     begin_sums<M, V>(s, column, first, sum);
@@ -125,6 +133,7 @@ struct QuantKernel {
         prefetch(group, next, index, f);
       });
       if (index == kParts - 1) ahead.rest(group, kGroupBytes, Sums::kSteps);
+      refine(group + column * 4, scales, fine + i, low + i * kGroup, integers);
       end_group(group + kValueBytes + column * 2, scales, integers, sum);
       group += kGroupBytes;
       next += kGroupBytes / kParts;
@@ -155,12 +164,38 @@ struct QuantKernel {
   }
 
   [[gnu::always_inline]] inline void begin_group(const char* scales, Ints (&integers)[M][V]) const {
-    constexpr int kOffset = kFormat == Format::kInt8 ? 128 : kFormat == Format::kInt4 ? 8 : 0;
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const Ints begin = kOffset ? all(-kOffset * sum_of_x(scales, m)) : Ints{};
 #pragma GCC unroll 16
       for (int j = 0; j < V; ++j) integers[m][j] = begin;
+    }
+  }
+
+  // The sums of tokens for which the group is fine.
+  [[gnu::always_inline]] inline void refine(const char* weight, const char* scales, const uint8_t* fine, const char* low,
+                                            Ints (&integers)[M][V]) const {
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+      if (__builtin_expect(fine[m * row_stride] == 0, 1)) continue;
+      Ints own[1][V];  // not `integers`, which would have to lie in memory for the call
+      const Ints begin = all(kOffset * sum_of_x(scales, m) * (kFineSteps - 1));
+#pragma GCC unroll 16
+      for (int j = 0; j < V; ++j) own[0][j] = integers[m][j] * kFineSteps + begin;
+      add_low(weight, low + m * row_stride, own);
+#pragma GCC unroll 16
+      for (int j = 0; j < V; ++j) integers[m][j] = own[0][j];
+    }
+  }
+
+  [[gnu::noinline]] static void add_low(const char* weight, const char* low, Ints (&sum)[1][V]) {
+    const auto nothing = [](int) {};
+    if constexpr (kWords) {
+      PairsOfX<1, 1> one;
+      one.read(low, 0, 1);
+      GroupSums<kFormat, 1, V>::add(weight, one.data(), 0, sum, nothing);
+    } else {
+      GroupSums<kFormat, 1, V>::add(weight, low, 0, sum, nothing);
     }
   }
 

@@ -8,6 +8,7 @@
 
 #include "linear_drive.hpp"
 #include "linear_lanes.hpp"
+#include "quant_dots.hpp"
 
 namespace serried {
 namespace {
@@ -246,7 +247,8 @@ inline uint64_t read_all(const char* data, size_t n) {
 }
 
 // Keeps a value in a register, of unknown content to the compiler.
-inline void hide(Floats& v) {
+template <class V>
+inline void hide(V& v) {
 #if defined(__aarch64__)
   asm volatile("" : "+w"(v));
 #elif SERRIED_LINEAR_512
@@ -276,6 +278,27 @@ inline void hide(Floats& v) {
   }
   for (int i = 0; i < kSums; ++i) hide(sum[i]);
   return static_cast<double>(iterations) * kSums * Vec::kWidth * 2;
+}
+
+// Products of int8 with the unsigned values of int8 weights, as quant_dots.hpp adds them up.
+[[gnu::noinline]] double multiply_integers(int64_t iterations) {
+  constexpr int kSums = kWide ? 24 : 12;
+  Ints sum[kSums] = {}, x = all(0x00010001);
+  Bytes weights = Bytes{} + 1;
+  hide(weights);
+  for (int64_t n = 0; n < iterations; ++n) {
+    hide(x);
+#pragma GCC unroll 32
+    for (int i = 0; i < kSums; ++i) {
+#if SERRIED_VNNI
+      sum[i] = add_products(sum[i], weights, x);
+#else
+      sum[i] += multiply_words((Words)weights, x);
+#endif
+      hide(sum[i]);
+    }
+  }
+  return static_cast<double>(iterations) * kSums * kLanes * (SERRIED_VNNI ? 8 : 4);
 }
 
 #if SERRIED_avx512_bf16

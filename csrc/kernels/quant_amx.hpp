@@ -9,6 +9,9 @@
 //   sums become floats by an integer addition, which the other port does: 2^23 * 1.5 + sum is a float's bits, and
 //   fma(that, scale, -2^23 * 1.5 * scale) rounds once, to what float(sum) * scale is (a scale has 11 bits: exact);
 //   a tile is stored two multiplications later, when it is done.
+//
+// Where a group is fine for some of the tokens, their sums in the stored tile become 8 * sum + low sum before they are
+// added up. The low sums of all tokens of a chunk come from tiles of their own: see quant_amx_fine.hpp.
 #pragma once
 #include <immintrin.h>
 
@@ -25,20 +28,32 @@ namespace linear_detail {
 namespace amx {
 
 constexpr int kUnitGroups = 4;
+constexpr int kBlockGroups = 8;  // see quant_amx_walk.hpp
 constexpr int kUnitOutputs = 32;
 constexpr int kUnitFloats = kRows * kUnitOutputs;        // its sums: [16 tokens][32 outputs]
 constexpr int kGroupX = kRows * kGroup;                  // bytes of x in a group: [16 tokens][32]
 constexpr int kGroupWeights = kGroup * kUnitOutputs;     // bytes: [8][32 outputs][4], signed
+constexpr int kLowBytes = kUnitOutputs * 4;              // of a token's low sums
+constexpr int kGroupTiles = 4 * kRows * 64;              // bytes of the ring
 constexpr int kGroupScales = 3 * kTile;                  // floats: scales, -kMagic * scales, minimums
 constexpr int kGroupScalesX = 2 * kRows;                 // floats: scales, scales * sums of x
 constexpr int32_t kMagicBits = 0x4b400000;               // of 2^23 * 1.5
 constexpr float kMagic = 12582912.0f;
+
+// A token for which a group is fine: where its sums are. Both in bytes; groups are counted from the first input.
+struct FineToken {
+  int32_t tile;  // in the tiles of a unit, kGroupTiles a group
+  int32_t low;   // in the low sums: int32 [32 outputs]
+};
 
 struct QuantUnit {
   const char* x;
   const char* weights;
   const float* x_scales;
   const float* w_scales;  // of the first of the outputs
+  const FineToken *fine = nullptr, *fine_end = nullptr;
+  int64_t tile_shift;  // what to add to their `tile`
+  const char* low;     // what their `low` is relative to
   int32_t groups = 0;
   float* sums;  // those so far; then, like Segment's slot, the place in a stack
   bool resumes, ends_leaf, ends_node;
@@ -98,6 +113,7 @@ struct QuantTiles {
   void finish() {
     for (int i = 0; i < 2; ++i) {
       next().groups = 0;
+      next().fine = next().fine_end = nullptr;
       run();
     }
   }
@@ -110,6 +126,7 @@ struct QuantTiles {
   template <int kParity, bool kFull>
   void turn(const QuantUnit& now, const QuantUnit& before, const QuantUnit& last) {
     half_turn<kParity, kFull, 0>(now, last);
+    refine(before, ring[0][!kParity][0]);  // its last tile has just been stored
     half_turn<kParity, kFull, 4>(now, before);
   }
 
@@ -148,6 +165,17 @@ struct QuantTiles {
     if (adds) add_rows<4, 6>(tiles, w, x, sum);
     if (multiplies) multiply_add_bytes<kPart, 4, 6 + kAt % 2>();
     if (adds) add_rows<6, 8>(tiles, w, x, sum);
+  }
+
+  // The sums of tokens for which a group is fine, in the stored tiles of a unit.
+  static void refine(const QuantUnit& unit, char* tiles) {
+    for (const FineToken* token = unit.fine; token < unit.fine_end; ++token) {
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) {
+        auto* sums = reinterpret_cast<Ints*>(tiles + unit.tile_shift + token->tile + j * kRows * 64);
+        *sums = *sums * kFineSteps + *reinterpret_cast<const Ints*>(unit.low + token->low + j * 64);
+      }
+    }
   }
 
   // Of a group's 32 outputs.

@@ -3,6 +3,7 @@
 //     tile     64 outputs
 //       block  eight groups of k: their weights are unpacked to signed bytes and float32 scales, once for all strips,
 //              and stay in L1
+//         fine groups of it, all their tokens
 //         half of the tile, strip, piece (of one leaf, at most four groups)
 // The weights that come next are prefetched to L2 beside the units, a share beside each.
 #pragma once
@@ -10,7 +11,9 @@
 
 #include <algorithm>
 
+#include "int8_row.hpp"
 #include "quant_amx.hpp"
+#include "quant_amx_fine.hpp"
 
 namespace serried {
 namespace {
@@ -18,7 +21,6 @@ namespace linear_detail {
 namespace amx {
 
 constexpr int32_t kQuantFew = 6;  // tokens up to which vectors are faster
-constexpr int kBlockGroups = 8;
 constexpr int64_t kStackBytes = 384 << 10;  // of a chunk
 
 // Groups of one leaf, in one unit for each strip and half of a tile.
@@ -70,6 +72,7 @@ struct QuantWalk {
   const char* copy;        // of the chunk's x: tiles (or none), then scales, strip by strip
   bool in_tiles;
   float* stacks;           // [strips][2 halves][depths][unit]
+  FineChunk* fine;
   QuantTiles<kMinimum> tiles;
   alignas(64) char values[2][kBlockGroups * kGroupWeights];  // by half of the tile
   alignas(64) float scales[2][kBlockGroups * kGroupScales];  // the last unit of a block is added up during the next
@@ -98,8 +101,9 @@ struct QuantWalk {
     const int64_t fit = std::min(kChunkBytes / (int64_t{groups} * kGroupX + scale_bytes), kStackBytes / stack_bytes);
     const int32_t chunk = even_rows(strips, static_cast<int32_t>(std::max<int64_t>(1, fit)));
     thread_local Scratch scratch;
-    char* memory = scratch.get(static_cast<size_t>(chunk * (strip_bytes + stack_bytes)));
-    if (!memory) std::abort();
+    thread_local FineChunk fine_scratch;
+    fine = &fine_scratch;
+    char* memory = scratch.take(static_cast<size_t>(chunk * (strip_bytes + stack_bytes)));
     copy = memory;
     stacks = reinterpret_cast<float*>(memory + chunk * strip_bytes);
     configure(tiles.tokens, kGroup);
@@ -118,6 +122,7 @@ struct QuantWalk {
   const char* tile_data(int32_t tile) const {
     return static_cast<const char*>(linear.weight) + tile * groups * kBytes;
   }
+  Int8Row<const char> row(int32_t token) const { return {x + token * row_stride, x_stride}; }
   int32_t stack_depth() const {
     int32_t depth = 0, most = 1;
     for (int32_t i = 0; i < linear.leaf_count; ++i) {
@@ -134,6 +139,8 @@ struct QuantWalk {
   void run_chunk(char* memory) {
     for (int32_t strip = chunk_begin; strip < chunk_end; ++strip)
       copy_strip(memory + (strip - chunk_begin) * strip_bytes, first_token(strip));
+    fine->take(chunk_end - chunk_begin, tiles.tokens, groups,
+               [&](int32_t strip, int32_t m) { return row(first_token(chunk_begin + strip) + m); });
     tiles.ahead = AheadWalk(tile_data(tile_begin), tile_data(tile_end));
     for (int32_t tile = tile_begin; tile < tile_end; ++tile) {
       Position at;
@@ -149,16 +156,14 @@ struct QuantWalk {
   void copy_strip(char* to, int32_t token) const {
     auto* x_scales = reinterpret_cast<float*>(to + strip_bytes - int64_t{groups} * kGroupScalesX * 4);
     for (int32_t m = 0; m < tiles.tokens; ++m) {
-      const char* row = x + (token + m) * row_stride;
-      const auto* from = reinterpret_cast<const float*>(row + x_stride);
-      const auto* sums = reinterpret_cast<const int32_t*>(from + x_stride / kGroup);
+      const Int8Row from = row(token + m);
       for (int32_t g = 0; g < groups; ++g) {
         if (in_tiles) {
           _mm256_store_si256(reinterpret_cast<__m256i*>(to + g * kGroupX + m * kGroup),
-                             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + g * kGroup)));
+                             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from.high + g * kGroup)));
         }
-        x_scales[g * kGroupScalesX + m] = from[g];
-        if (kMinimum) x_scales[g * kGroupScalesX + kRows + m] = from[g] * static_cast<float>(sums[g]);
+        x_scales[g * kGroupScalesX + m] = from.scales[g];
+        if (kMinimum) x_scales[g * kGroupScalesX + kRows + m] = from.scales[g] * static_cast<float>(from.sums[g]);
       }
     }
   }
@@ -187,13 +192,16 @@ struct QuantWalk {
     turn ^= 1;
     const int32_t strips = chunk_end - chunk_begin;
     int32_t total = 0;
+    bool has_fine = false;
     for (int32_t i = 0; i < count; ++i) {
       for (int32_t g = 0; g < pieces[i].groups; ++g, ++total) {
         unpack_group<kFormat>(weights + (pieces[i].group + g) * kBytes, values[0] + total * kGroupWeights,
                               sizeof values[0], scales[turn] + total * kGroupScales);
+        has_fine |= fine->count(pieces[i].group + g) > 0;
         for (int64_t step = strips <= 2 ? kBytes / kStepBytes / 3 : 0; step >= 0; --step) tiles.ahead.step();
       }
     }
+    if (has_fine) multiply_fine(pieces, count);
     const int64_t end = (weights - tile_data(tile_begin) + (pieces[0].group + total) * kBytes) / kStepBytes;
     int32_t pieces_left = 2 * strips * count * 2 * kUnitGroups;
     for (int half = 0; half < 2; ++half) {
@@ -209,6 +217,15 @@ struct QuantWalk {
     }
   }
 
+  // The units that wait hold tiles, and the low sums of the block before.
+  void multiply_fine(const QuantPiece* pieces, int32_t count) {
+    tiles.finish();
+    for (int32_t i = 0, at = 0; i < count; ++i) {
+      for (int32_t g = 0; g < pieces[i].groups; ++g, ++at)
+        fine->multiply(pieces[i].group + g, at, values[0] + at * kGroupWeights, sizeof values[0]);
+    }
+  }
+
   // done: the piece's first group in the block.
   void fill(QuantUnit& unit, int32_t tile, const QuantPiece& piece, int half, int32_t strip, int32_t done) const {
     const int64_t row = int64_t{first_token(strip)} * linear.nodes + piece.node;
@@ -220,6 +237,9 @@ struct QuantWalk {
     unit.x_scales = x_scales + piece.group * kGroupScalesX;
     unit.w_scales = scales[turn] + done * kGroupScales + half * kUnitOutputs;
     unit.groups = piece.groups;
+    fine->tokens(unit, strip - chunk_begin, piece.group, piece.groups);
+    unit.tile_shift = -int64_t{piece.group} * kGroupTiles;
+    unit.low = fine->low(piece.group, done, half);
     unit.sums = stacks + (((strip - chunk_begin) * 2 + half) * depths + piece.depth) * kUnitFloats;
     unit.resumes = piece.resumes;
     unit.ends_leaf = piece.ends_leaf;

@@ -15,6 +15,8 @@
 
 #if SERRIED_avx512_bf16 || SERRIED_amx || SERRIED_avx2_vnni
 #define SERRIED_VNNI 1
+#else
+#define SERRIED_VNNI 0
 #endif
 #if !SERRIED_LINEAR_512 && defined(__SSE2__)
 #include <emmintrin.h>

@@ -1,7 +1,8 @@
 """Products with quantized weights against an exact model of them, and what happens to activations on the way there.
 
-The model: activations are rounded to int8 in groups of 32 (here in NumPy, as kernels.hpp says), the weights are the
-numbers that their blocks stand for, and what comes out is the product of the two in float64.
+The model: activations are rounded in groups of 32, to int8 or, where there are outliers, three bits finer (here in
+NumPy, as kernels.hpp says), the weights are the numbers that their blocks stand for, and what comes out is the product
+of the two in float64.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ from forwards import (
     assert_close,
     inputs_of,
     native,
+    plain_step,
     read,
     run,
     same_bits,
     tokens_of,
     zero_padded,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from serried import _native
 from serried.backends.base import AttentionSpec, Partial, RopeTable
@@ -49,6 +53,7 @@ from serried.quant.rows import quantize_rows
 from serried.weights.spec import Parameter, ShardSpec
 
 EXACT = 1e-5
+FINE_SQUARES, FINE_STEPS = 25600, 8  # of kernels.hpp
 by_method = pytest.mark.parametrize("method", METHODS.values(), ids=lambda method: method.name)
 by_isa = pytest.mark.parametrize("isa", ISAS)
 
@@ -59,10 +64,18 @@ def rounded(x: Floats) -> Any:
     groups = np.zeros((rows, groups_of(columns) * GROUP), np.float32)
     groups[:, :columns] = x
     groups = groups.reshape(rows, -1, GROUP)
+    digits, scale = in_steps(groups, 127)
+    fine = np.square(digits).sum(-1, keepdims=True) < FINE_SQUARES
+    finer, finer_scale = in_steps(groups, 127 * FINE_STEPS)
+    return np.where(fine, finer * finer_scale, digits * scale).reshape(rows, -1)[:, :columns]
+
+
+def in_steps(groups: Floats, most: int) -> tuple[Any, Any]:
+    """Groups [..., 32] as whole numbers of up to `most`, in float64, and what they are multiples of."""
     largest = np.abs(groups).max(-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
-        digits = np.where(largest > 0, np.rint(groups * (np.float32(127) / largest)), 0)
-    return (digits.astype(np.float64) * (largest / np.float32(127))).reshape(rows, -1)[:, :columns]
+        digits = np.where(largest > 0, np.rint(groups * (np.float32(most) / largest)), 0)
+    return digits.astype(np.float64), largest / np.float32(most)
 
 
 def numbers(method: Method, weight: Floats) -> Any:
@@ -83,6 +96,7 @@ class Made:
     def __call__(self, ops: Ops) -> Forward:
         self.table = ops.values(VOCAB, self.columns, scale=3.0)
         self.table[::7] *= 128
+        self.table[::2, ::29] *= 16  # fine groups
         self.table[3] = 0
         embedding, inner = ops.parameter(self.table, "embedding"), self.inner(ops)
         return lambda b: inner(b, b.embed(embedding, Span(0, VOCAB), LocalComm()))
@@ -122,6 +136,64 @@ def test_the_comparison_can_fail() -> None:
         with pytest.raises(AssertionError):
             assert_close([exact], [model(x, method, weight)], 100 * EXACT)
         assert_close([exact], [model(x, method, weight)], 0.03)
+
+
+def with_identity(table: Floats, isa: str) -> Floats:
+    """What is multiplied instead of each row of the table [MAX_TOKENS, columns]."""
+    columns = table.shape[1]
+
+    def forward(ops: Ops) -> Forward:
+        embedding = ops.parameter(table, "embedding")
+        identity = ops.parameter(np.eye(columns, dtype=np.float32) * 127, "linear", METHODS["int8"])
+        return lambda b: b.logits(b.select_rows(b.embed(embedding, Span(0, MAX_TOKENS), LocalComm())), identity)
+
+    (found,) = run(native("float32", isa), forward, [plain_step(range(len(table)))])
+    return found / np.float32(127)  # whose scale has no rounding
+
+
+@by_isa
+def test_when_a_group_is_fine(isa: str) -> None:
+    """Where the squares of its digits have a sum below 25,600: there a quarter of a step is kept."""
+    table = np.zeros((MAX_TOKENS, 64), np.float32)
+    table[:20, :6] = [127, 97, 6, 5, 0.25, -0.25]  # 25,599
+    table[20:40, 20:27] = [3, -127, 97, 7, 2, 0.25, -0.25]  # 25,600
+    table[40:, 32:35] = [-127, 0.25, 0.375]
+    found = with_identity(table, isa)
+    expected = np.where(np.abs(table) >= 1, table, 0)
+    expected[:20], expected[40:] = table[:20], table[40:]
+    assert_close([found], [expected], EXACT)
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.lists(st.sampled_from(["even", "outlier", "pair", "tiny", "zero"]), min_size=1, max_size=5),
+)
+@settings(max_examples=20, deadline=None)
+def test_groups_of_all_kinds(seed: int, kinds: list[str]) -> None:
+    """By every instruction set as by the model, whatever stands beside them."""
+    rng = np.random.default_rng(seed)
+    table = np.zeros((MAX_TOKENS, GROUP * len(kinds)), np.float32)
+    for group, kind in enumerate(kinds):
+        values = rng.normal(size=(MAX_TOKENS, GROUP)) * (kind != "zero") * (1e-30 if kind == "tiny" else 1)
+        if kind in {"outlier", "pair"}:
+            values[:, rng.permutation(GROUP)[: 1 + (kind == "pair")]] *= 10 ** rng.uniform(0, 4, (MAX_TOKENS, 1))
+        table[:, group * GROUP : (group + 1) * GROUP] = values
+    for isa in ISAS:
+        with np.errstate(under="ignore"):
+            assert_close([with_identity(table, isa)], [rounded(table).astype(np.float32)], EXACT)
+
+
+@by_method
+def test_instruction_sets_agree(method: Method) -> None:
+    """Those that multiply and add in one rounding: all but the baseline."""
+
+    def inner(ops: Ops) -> Callable[[Any, Any], Any]:
+        weight = ops.parameter(ops.values(130, 257, scale=0.1), "linear", method)
+        return lambda b, x: read(b, b.linear(zero_padded(b, x, 257), weight, None), 130)
+
+    runs = [run(native("float32", isa), Made(257, inner), STEPS) for isa in ISAS if isa != "baseline"]
+    for other in runs[1:]:
+        assert all(same_bits(a, b) for a, b in zip(other, runs[0], strict=True))
 
 
 @by_isa
@@ -311,11 +383,11 @@ def test_the_bits_of_numpy(method: Method, isa: str) -> None:
     values = (rng.standard_normal((50, 173)) * 10.0 ** rng.integers(-6, 4, (50, 1))).astype(np.float32)
     values[3], values[4], values[5, :40] = 0, 0.75, -1
     kernels = _native.open_kernels(isa)
-    for given in (values, values.astype(ml_dtypes.bfloat16)):
+    for source_values in (values, values.astype(ml_dtypes.bfloat16)):
         blocks = np.full((50, method.row_bytes(173) + 6), 7, np.uint8)
-        source = (given.ctypes.data, given.dtype.name, 50, 173, 173)
+        source = (source_values.ctypes.data, source_values.dtype.name, 50, 173, 173)
         kernels.quantize(method.name, *source, blocks.ctypes.data, blocks.shape[1])
-        assert np.array_equal(blocks[:, :-6], method.quantize(given))
+        assert np.array_equal(blocks[:, :-6], method.quantize(source_values))
         assert (blocks[:, -6:] == 7).all()
 
 
