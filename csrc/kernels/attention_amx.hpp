@@ -3,12 +3,13 @@
 //
 // Scores: one chain over the head's columns, 32 at a time.
 // Weighted sums of V: a weight p (float32, 0 to 1) goes as two bf16, high = p rounded (half up) and low = the rest,
-// p - high, rounded alike, so that what is lost is 2^-17 of it. Each of them has a chain of its own from zero over the
-// blocks of 32 positions of a segment, a block being the 16 pairs of positions j, j + 16; then high + low + 0 (which
-// makes every zero positive: its sign would tell whether a masked value was negative).
+// p - high, rounded alike, so that what is lost is 2^-17 of it. A segment's sum starts from zero; each block of 32
+// positions, in ascending order, adds high . v, then low . v, the pairs being positions j and j + 16. At the end 0 is
+// added, which makes every zero positive: its sign would tell whether a masked value was negative.
 //
-// Weights of a block: a row of 16 words, pairs of positions. Values of a block: [2 s, 2 s + 1: the even, the odd columns
-// of strip s of 32][16 pairs][16 columns] words. Sums thus have their columns in the order of Pair.
+// The weights of 32 positions take the place of their scores: 16 words of high, 16 words of low. Values of a block:
+// [2 s, 2 s + 1: the even, the odd columns of strip s of 32][16 pairs][16 columns] words. Sums thus have their columns
+// in the order of Pair.
 #pragma once
 #include "attention_tiles.hpp"
 
@@ -63,8 +64,8 @@ class Tiles {
 
 // Scores.
 
-// scores[16 kBlocks][32] = q . kt, q: [rows][q_stride] words, 16 steps a time (steps beyond the head are zeros in both).
-template <int kBlocks>
+// scores[16 kChunks][32] = q . kt, q: [rows][q_stride] words, 16 steps a time (steps beyond the head are zeros in both).
+template <int kChunks>
 inline void score_many(const uint32_t* q, int64_t q_stride, const float* kt, int step_count, float* scores) {
   zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
   for (int d = 0; d < step_count; d += 16) {
@@ -73,7 +74,7 @@ inline void score_many(const uint32_t* q, int64_t q_stride, const float* kt, int
     multiply_tiles<0, 4, 6>();
     load_tile<7>(kt + d * kAttentionBlock + 16, 4 * kAttentionBlock);
     multiply_tiles<1, 4, 7>();
-    if constexpr (kBlocks > 1) {
+    if constexpr (kChunks > 1) {
       load_tile<5>(q + 16 * q_stride + d, 4 * q_stride);
       multiply_tiles<2, 5, 6>();
       multiply_tiles<3, 5, 7>();
@@ -81,7 +82,7 @@ inline void score_many(const uint32_t* q, int64_t q_stride, const float* kt, int
   }
   store_tile<0>(scores, 4 * kScoreStride);
   store_tile<1>(scores + 16, 4 * kScoreStride);
-  if constexpr (kBlocks > 1) {
+  if constexpr (kChunks > 1) {
     store_tile<2>(scores + 16 * kScoreStride, 4 * kScoreStride);
     store_tile<3>(scores + 16 * kScoreStride + 16, 4 * kScoreStride);
   }
@@ -119,17 +120,28 @@ inline void turn_scores(const float* from, int rows, float* scores) {
 
 // Weighted sums of V.
 
-// The weights of a block, p[32], as words of bf16.
-inline void split_weights(const float* p, uint32_t* high, uint32_t* low) {
-  const U a = (U)load(p), b = (U)load(p + 16), half = set_bits(0x8000u), mask = set_bits(0xffff0000u);
-  const U high_a = (a + half) & mask, high_b = (b + half) & mask;
-  const U low_a = (U)((V)a - (V)high_a) + half, low_b = (U)((V)b - (V)high_b) + half;
-  store_bits(high, (high_a >> 16) | high_b);
-  store_bits(low, (low_a >> 16) | (low_b & mask));
+// e^x for x <= 0, within 2^-22; below 2^-126 it is 0 (threads flush denormals); NaN stays NaN.
+inline V exp_weight(V x) {
+  x = max(set(-88.0f), x);
+  const V t = fma(x, set(1.44269504088896341f), set(kMagic)), r = fma(t - set(kMagic), set(-0.693147181f), x);
+  V p = fma(set(8.312503807e-03f), r, set(4.189033434e-02f));
+  p = fma(p, r, set(1.666711569e-01f));
+  p = fma(p, r, set(4.999923110e-01f));
+  p = fma(p, r * r, r) + set(1.0f);
+  return scale_by_power(p, t);
+}
+
+// The weights a (positions 0 to 15), b (16 to 31) as words of bf16.
+inline void split_weights(V a, V b, float* to) {
+  const U half = set_bits(0x8000u), mask = set_bits(0xffff0000u);
+  const U high_a = ((U)a + half) & mask, high_b = ((U)b + half) & mask;
+  const U low_a = (U)(a - (V)high_a) + half, low_b = (U)(b - (V)high_b) + half;
+  store_bits(to, (high_a >> 16) | high_b);
+  store_bits(to + 16, (low_a >> 16) | (low_b & mask));
 }
 
 // The values of a block: rows[p] of head_dim columns, or null for a position that must not be read, which becomes zeros.
-[[gnu::noinline]] void pack_block(const Bf16* const* rows, int head_dim, uint32_t* to, Ahead ahead) {
+[[gnu::noinline]] void pack_block(const Bf16* const* rows, int head_dim, uint32_t* to, Ahead& ahead) {
   static constexpr Bf16 kNothing[kMaxHeadDim] = {};
   const U mask = set_bits(0xffffu);
   for (int j = 0; j < 16; ++j, to += 16) {
@@ -143,12 +155,11 @@ inline void split_weights(const float* p, uint32_t* high, uint32_t* low) {
     };
     int c = 0;
     for (; c + 32 <= head_dim; c += 32) {
-      ahead.fetch(128);
+      ahead.fetch(64);
       put(load_bits(a + c), load_bits(b + c));
     }
     if (c < head_dim) put(load_bits(a + c, (head_dim - c) / 2), load_bits(b + c, (head_dim - c) / 2));
   }
-  ahead.fetch_rest();
 }
 
 // Whether a packed block holds neither NaN nor infinity.
@@ -161,45 +172,49 @@ inline bool finite(const uint32_t* values, int64_t dim) {
   return _mm512_cmp_epu16_mask(most, _mm512_set1_epi16(static_cast<short>(0xff00)), _MM_CMPINT_NLT) == 0;
 }
 
-// sums += weights . values of one block, for the rows in use (kParts: 1, or 2 such tiles, `apart` rows from each other).
-// first: from zero.
-template <int kParts>
-inline void add_block(const uint32_t* weights, const uint32_t* values, int64_t dim, float* sums, int apart, bool first) {
-  const auto add = [&](auto part, const uint32_t* at, float* to) {
-    constexpr int kSum = 6 + decltype(part)::value;
-    first ? zero_tile<kSum>() : load_tile<kSum>(to, 4 * dim);
-    load_tile<2>(at, 64);
-    multiply_tiles<kSum, 5, 2>();
-    store_tile<kSum>(to, 4 * dim);
-  };
-  for (int p = 0; p < kParts; ++p) {
-    load_tile<5>(weights + p * apart * 16, 64);
-    for (int64_t c = 0; c < dim; c += 32) {
-      add(std::integral_constant<int, 0>{}, values + c * 16, sums + p * apart * dim + c);
-      add(std::integral_constant<int, 1>{}, values + c * 16 + kTileWords, sums + p * apart * dim + c + 16);
-    }
+// sums += weights . values of one block, for the rows in use. first: from zero.
+inline void add_block(const float* weights, const uint32_t* values, int64_t dim, float* sums, bool first, Ahead& ahead) {
+  load_tile<5>(weights, 4 * kScoreStride);
+  load_tile<6>(weights + 16, 4 * kScoreStride);
+  for (int64_t c = 0; c < dim; c += 16, values += kTileWords, sums += 16) {
+    ahead.fetch(512);
+    first ? zero_tile<7>() : load_tile<7>(sums, 4 * dim);
+    load_tile<2>(values, 64);
+    multiply_tiles<7, 5, 2>();
+    multiply_tiles<7, 6, 2>();
+    store_tile<7>(sums, 4 * dim);
   }
 }
 
-// sums[32][dim], 16 rows by high weights and 16 by low ones, of `blocks` blocks. weights: [blocks][32 rows][16].
-inline void add_many(const uint32_t* weights, const uint32_t* values, int blocks, int64_t dim, float* sums) {
-  for (int64_t c = 0; c < dim; c += 32) {
-    const uint32_t *w = weights, *v = values + c * 16;
+// The same for `blocks` blocks from zero, and 16 kChunks rows.
+template <int kChunks>
+inline void add_blocks(const float* weights, const uint32_t* values, int blocks, int64_t dim, float* sums) {
+  for (int64_t c = 0; c < dim; c += 32, values += 2 * kTileWords, sums += 32) {
+    const float* w = weights;
+    const uint32_t* v = values;
     zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
-    for (int b = 0; b < blocks; ++b, w += 2 * kTileWords, v += 16 * dim) {
-      load_tile<4>(w, 64);
-      load_tile<6>(v, 64);
+    const auto add = [&](const float* part) __attribute__((always_inline)) {
+      load_tile<4>(part, 4 * kScoreStride);
       multiply_tiles<0, 4, 6>();
-      load_tile<7>(v + kTileWords, 64);
       multiply_tiles<1, 4, 7>();
-      load_tile<5>(w + kTileWords, 64);
-      multiply_tiles<2, 5, 6>();
-      multiply_tiles<3, 5, 7>();
+      if constexpr (kChunks > 1) {
+        load_tile<5>(part + 16 * kScoreStride, 4 * kScoreStride);
+        multiply_tiles<2, 5, 6>();
+        multiply_tiles<3, 5, 7>();
+      }
+    };
+    for (int b = 0; b < blocks; ++b, w += kAttentionBlock, v += 16 * dim) {
+      load_tile<6>(v, 64);
+      load_tile<7>(v + kTileWords, 64);
+      add(w);
+      add(w + 16);
     }
-    store_tile<0>(sums + c, 4 * dim);
-    store_tile<1>(sums + c + 16, 4 * dim);
-    store_tile<2>(sums + 16 * dim + c, 4 * dim);
-    store_tile<3>(sums + 16 * dim + c + 16, 4 * dim);
+    store_tile<0>(sums, 4 * dim);
+    store_tile<1>(sums + 16, 4 * dim);
+    if constexpr (kChunks > 1) {
+      store_tile<2>(sums + 16 * dim, 4 * dim);
+      store_tile<3>(sums + 16 * dim + 16, 4 * dim);
+    }
   }
 }
 

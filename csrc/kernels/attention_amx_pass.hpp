@@ -1,5 +1,5 @@
 // Passes of attention by tiles of AMX, for a cache in bf16. FewRows: up to 16 rows for each of several KV heads, all of
-// which are read block by block in the order of memory (decode). ManyRows: up to 128 rows of one KV head; keys are
+// which are read block by block in the order of memory (decode). ManyRows: up to 256 rows of one KV head; keys are
 // turned and values packed once a segment for all of them, and what is multiplied again and again stays in caches.
 //
 // A tile multiplies whatever its rows do not see by a weight of 0. Positions that no row of the pass sees are zeros
@@ -20,7 +20,7 @@ class TileRows : protected Rows {
   TileRows(const Attention& op, const Sequence& sequence, Tiles& tiles) : Rows(op, sequence, sizeof(Bf16)), tiles_(tiles) {}
 
   // Packs the segment's block b, but what lies outside of [low, high).
-  void pack(int kv_head, int b, int low, int high, uint32_t* to, const Ahead& ahead = {}) const {
+  void pack(int kv_head, int b, int low, int high, uint32_t* to, Ahead& ahead) const {
     const Bf16 *v = values<Bf16>(kv_head), *rows[kAttentionBlock];
     for (int i = 0; i < kAttentionBlock; ++i) {
       const int position = begin_ + b * kAttentionBlock + i;
@@ -39,23 +39,26 @@ class TileRows : protected Rows {
     return !alike && !finite(packed, dim_);
   }
 
-  // The scores of a row, weighed, as two rows of words for each of the blocks [from, to), `stride` words apart.
-  void weigh(int row, float* scores, int from, int to, uint32_t* high, uint32_t* low, int64_t stride) {
-    int begin = 0, end = 0;
-    if (inside(row, &begin, &end)) weigh_row(row, scores);
-    for (int b = from; b < to; ++b, high += stride, low += stride) {
-      if (begin < (b + 1) * kAttentionBlock && end > b * kAttentionBlock) {
-        split_weights(scores + b * kAttentionBlock, high, low);
-      } else {
-        store_bits(high, U{});
-        store_bits(low, U{});
-      }
+  // A row's scores of the blocks [from, to) become weights, as words; zeros where the row sees nothing.
+  [[gnu::noinline]] void weigh(int row, float* s, int from, int to) {
+    int low = 0, high = 0;
+    const bool any = inside(row, &low, &high);
+    const int begin = any ? block_begin(low) : 0, end = any ? block_end(high) : 0;
+    for (int i = from * kAttentionBlock; i < to * kAttentionBlock; i += kLanes)
+      if (i < begin || i >= end) store(s + i, V{});
+    if (!any) return;
+    const V most = set(scale_row(row, s, low, high));
+    V total{};
+    for (int i = begin; i < end; i += kAttentionBlock) {
+      const V a = exp_weight(load(s + i) - most), b = exp_weight(load(s + i + kLanes) - most);
+      total = total + a + b;
+      split_weights(a, b, s + i);
     }
+    segment_sum_[row] = sum(total);
   }
 
-  // The sum of a segment from its two parts.
-  void merge(int row, float* total, const float* high, const float* low) {
-    merge_row(row, total, [=](int64_t i) { return load(high + i) + load(low + i) + V{}; });
+  void merge(int row, float* total, const float* part) {
+    merge_row(row, total, [=](int64_t i) { return load(part + i) + V{}; });
   }
 
   Tiles& tiles_;
@@ -65,7 +68,7 @@ class FewRows : TileRows {
  public:
   static int64_t scratch(const Attention& op) {
     const int64_t dim = padded_dim(op.head_dim);
-    return kAlign + 3 * 16 * dim + kFew * (4 * dim + kScoreStride) + kFewRows + kSegmentBlocks * kStride;
+    return kAlign + 3 * 16 * dim + kFew * (2 * dim + dim / 2 + kScoreStride) + kFewRows;
   }
 
   FewRows(const Attention& op, const Sequence& sequence, float* scratch, Tiles& tiles) : TileRows(op, sequence, tiles) {
@@ -73,10 +76,9 @@ class FewRows : TileRows {
     packed_ = reinterpret_cast<uint32_t*>(keys_ + 16 * dim_);
     alone_ = packed_ + 16 * dim_;
     sums_ = keys_ + 3 * 16 * dim_;
-    out_ = sums_ + 2 * kFew * dim_;
+    out_ = sums_ + kFew * dim_;
     scores_ = out_ + kFew * dim_;
-    weights_ = reinterpret_cast<uint32_t*>(scores_ + kFew * kScoreStride);
-    q_ = weights_ + kSegmentBlocks * kStride;
+    q_ = reinterpret_cast<uint32_t*>(scores_ + kFew * kScoreStride);
   }
 
   // At most kFewRows rows a group, kFew in all.
@@ -87,28 +89,25 @@ class FewRows : TileRows {
     for (int s = first_segment(); s * kAttentionSegment < high_; ++s) {
       begin_segment(s);
       if (begin_ <= low_) start_stream();
-      use_tiles(rows_of(groups_[0]));
+      tiles_.use(rows_of(groups_[0]));
       for (int b = from_; b < to_; ++b) {
         plan_ahead(b - from_ + distance_);
         for (int g = 0; g < group_count_; ++g) score_block(groups_[g], b, share(g));
       }
-      for (int g = 0; g < group_count_; ++g) weigh_group(groups_[g]);
+      for (int r = 0; r < rows_; ++r) weigh(r, row_scores(r), from_, to_);
       for (int b = from_; b < to_; ++b) {
         plan_ahead(to_ - from_ + b - from_ + distance_);
         for (int g = 0; g < group_count_; ++g) add_values(groups_[g], b, share(g));
       }
-      for (int g = 0; g < group_count_; ++g) merge_group(groups_[g]);
+      for (int r = 0; r < rows_; ++r) merge(r, out_ + r * dim_, sums_ + r * dim_);
     }
     write(out_, out, out_stride);
   }
 
  private:
-  static constexpr int kFew = 64;                // rows of all groups
-  static constexpr int kStride = 2 * kFew * 16;  // words of weights in a block
+  static constexpr int kFew = 64;  // rows of all groups
 
-  // Up to 8 rows have their high and their low weights in one tile: rows, then rows again.
-  static bool one_tile(int rows) { return rows <= 8; }
-  void use_tiles(int rows) { tiles_.use(one_tile(rows) ? 2 * rows : rows); }
+  float* row_scores(int row) const { return scores_ + row * kScoreStride; }
 
   // [step][rows] for each group.
   void load_queries(const Bf16* q, int64_t q_stride) {
@@ -145,7 +144,7 @@ class FewRows : TileRows {
       }
     }
     alignas(64) float out[2 * kTileWords];
-    float* scores = scores_ + group.row * kScoreStride + b * kAttentionBlock;
+    float* scores = row_scores(group.row) + b * kAttentionBlock;
     if (tiles == 2) {
       score_keys<2>(from, stride, q, rows, op_.head_dim / 2, out, ahead);
       turn_scores(out + kTileWords, rows, scores + 16);
@@ -156,49 +155,25 @@ class FewRows : TileRows {
     ahead.fetch_rest();
   }
 
-  uint32_t* weights(const Group& group, int b) const { return weights_ + b * kStride + 2 * group.row * 16; }
-  float* sums(const Group& group) const { return sums_ + 2 * group.row * dim_; }
-
-  void weigh_group(const Group& group) {
-    const int rows = rows_of(group);
-    for (int i = 0; i < rows; ++i) {
-      uint32_t* high = weights(group, from_) + i * 16;
-      weigh(group.row + i, scores_ + (group.row + i) * kScoreStride, from_, to_, high, high + rows * 16, kStride);
-    }
-  }
-
-  void add_values(const Group& group, int b, const Ahead& ahead) {
+  void add_values(const Group& group, int b, Ahead ahead) {
     const int rows = rows_of(group);
     const bool first = b == from_;
     pack(group.kv_head, b, low_, high_, packed_, ahead);
-    if (must_part(group.row, rows, b, packed_)) return add_alone(group, b, first);
-    use_tiles(rows);
-    if (one_tile(rows)) {
-      add_block<1>(weights(group, b), packed_, dim_, sums(group), 0, first);
+    if (must_part(group.row, rows, b, packed_)) {
+      tiles_.use(1);
+      for (int r = group.row; r < group.row + rows; ++r) {
+        pack(group.kv_head, b, row_low_[r], row_high_[r], alone_, ahead);
+        add_block(row_scores(r) + b * kAttentionBlock, alone_, dim_, sums_ + r * dim_, first, ahead);
+      }
     } else {
-      add_block<2>(weights(group, b), packed_, dim_, sums(group), rows, first);
+      tiles_.use(rows);
+      add_block(row_scores(group.row) + b * kAttentionBlock, packed_, dim_, sums_ + group.row * dim_, first, ahead);
     }
-  }
-
-  void add_alone(const Group& group, int b, bool first) {
-    const int rows = rows_of(group);
-    tiles_.use(1);
-    for (int i = 0; i < rows; ++i) {
-      pack(group.kv_head, b, row_low_[group.row + i], row_high_[group.row + i], alone_);
-      add_block<2>(weights(group, b) + i * 16, alone_, dim_, sums(group) + i * dim_, rows, first);
-    }
-  }
-
-  void merge_group(const Group& group) {
-    const int rows = rows_of(group);
-    for (int i = 0; i < rows; ++i) {
-      const float* high = sums(group) + i * dim_;
-      merge(group.row + i, out_ + (group.row + i) * dim_, high, high + rows * dim_);
-    }
+    ahead.fetch_rest();
   }
 
   float *keys_, *sums_, *out_, *scores_;
-  uint32_t *packed_, *alone_, *weights_, *q_;
+  uint32_t *packed_, *alone_, *q_;
 };
 
 class ManyRows : TileRows {
@@ -208,7 +183,7 @@ class ManyRows : TileRows {
   static int64_t scratch(const Attention& op) {
     const int64_t dim = padded_dim(op.head_dim);
     const int64_t segment = 2 * kSegmentBlocks * 16 * dim, rows = kMany * dim + (kMany + 16) * dim / 2;
-    return kAlign + segment + 16 * dim + kChunk * kScoreStride + kSegmentBlocks * kStride + 2 * 16 * dim + rows;
+    return kAlign + segment + 16 * dim + kChunk * (kScoreStride + dim) + rows;
   }
 
   ManyRows(const Attention& op, const Sequence& sequence, float* scratch, Tiles& tiles)
@@ -217,9 +192,8 @@ class ManyRows : TileRows {
     packed_ = reinterpret_cast<uint32_t*>(kt_ + kSegmentBlocks * 16 * dim_);
     alone_ = packed_ + kSegmentBlocks * 16 * dim_;
     scores_ = reinterpret_cast<float*>(alone_ + 16 * dim_);
-    weights_ = reinterpret_cast<uint32_t*>(scores_ + kChunk * kScoreStride);
-    sums_ = reinterpret_cast<float*>(weights_ + kSegmentBlocks * kStride);
-    out_ = sums_ + 2 * 16 * dim_;
+    sums_ = scores_ + kChunk * kScoreStride;
+    out_ = sums_ + kChunk * dim_;
     q_ = reinterpret_cast<uint32_t*>(out_ + kMany * dim_);
     const int64_t turned = (words<Bf16>(op.head_dim) + 3) / 4 * 4;  // steps that turn_keys writes
     for (int b = 0; b < kSegmentBlocks; ++b)
@@ -235,15 +209,14 @@ class ManyRows : TileRows {
     tiles_.use(16);
     for (int s = first_segment(); s * kAttentionSegment < high_; ++s) {
       begin_segment(s);
-      for (int b = from_; b < to_; ++b) prepare(b);
+      prepare();
       for (int row = 0; row < rows_; row += kChunk) attend_rows(row, rows_ - row < kChunk ? rows_ - row : kChunk);
     }
     write(out_, out, out_stride);
   }
 
  private:
-  static constexpr int kChunk = 32;         // rows whose scores are made together
-  static constexpr int kStride = 2 * 16 * 16;  // words of weights in a block: of 16 rows
+  static constexpr int kChunk = 32;  // rows that go together
 
   float* turned_keys(int b) const { return kt_ + b * 16 * dim_; }
   uint32_t* packed(int b) const { return packed_ + b * 16 * dim_; }
@@ -260,14 +233,42 @@ class ManyRows : TileRows {
     }
   }
 
-  void prepare(int b) {
+  // Turns the segment's keys and packs its values. The first segment is fetched block by block; others have been.
+  void prepare() {
     const Group& group = groups_[0];
-    const char* rows[kAttentionBlock];
-    const Bf16* k = keys<Bf16>(group.kv_head);
-    for (int i = 0; i < kAttentionBlock; ++i)
-      rows[i] = reinterpret_cast<const char*>(k + offsets_[b * kAttentionBlock + i]);
-    turn_keys<Bf16>(rows, op_.head_dim, turned_keys(b), {});
-    pack(group.kv_head, b, low_, high_, packed(b));
+    const bool first = begin_ <= low_;
+    if (first) start_stream();
+    for (int b = from_; b < to_; ++b) {
+      if (first) plan_ahead(b - from_ + distance_);
+      const char* rows[kAttentionBlock];
+      const Bf16* k = keys<Bf16>(group.kv_head);
+      for (int i = 0; i < kAttentionBlock; ++i)
+        rows[i] = reinterpret_cast<const char*>(k + offsets_[b * kAttentionBlock + i]);
+      turn_keys<Bf16>(rows, op_.head_dim, turned_keys(b), first ? ahead_ : Ahead{});
+    }
+    for (int b = from_; b < to_; ++b) {
+      if (first) plan_ahead(to_ - from_ + b - from_ + distance_);
+      Ahead ahead = first ? ahead_ : Ahead{};
+      pack(group.kv_head, b, low_, high_, packed(b), ahead);
+      ahead.fetch_rest();
+    }
+    next_ = kAttentionSegment;
+    const int last = high_ - begin_ < kLocated ? high_ - begin_ : kLocated;
+    const int turns = (rows_ + kChunk - 1) / kChunk * (to_ - from_);
+    share_ = last > next_ ? (last - next_ + turns - 1) / turns : 0;
+    last_ = last;
+  }
+
+  // Fetches a part of the next segment's keys and values.
+  void fetch_next() {
+    const int64_t bytes = 2 * int64_t{op_.head_dim};
+    const Bf16 *k = keys<Bf16>(groups_[0].kv_head), *v = values<Bf16>(groups_[0].kv_head);
+    for (const int end = next_ + share_ < last_ ? next_ + share_ : last_; next_ < end; ++next_) {
+      for (int64_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch(reinterpret_cast<const char*>(k + offsets_[next_]) + i, 0, 2);
+        __builtin_prefetch(reinterpret_cast<const char*>(v + offsets_[next_]) + i, 0, 2);
+      }
+    }
   }
 
   // The blocks of the segment that rows [row, row + count) see, from the first to the last.
@@ -284,44 +285,40 @@ class ManyRows : TileRows {
     const uint32_t* q = q_ + row * (dim_ / 2);
     for (int b = from; b < to; ++b) {
       float* scores = scores_ + b * kAttentionBlock;
+      fetch_next();
       if (count > 16) {
         score_many<2>(q, dim_ / 2, turned_keys(b), op_.head_dim / 2, scores);
       } else {
         score_many<1>(q, dim_ / 2, turned_keys(b), op_.head_dim / 2, scores);
       }
     }
-    for (int i = 0; i < count; i += 16) add_values(row + i, count - i < 16 ? count - i : 16, scores_ + i * kScoreStride);
-  }
-
-  void add_values(int row, int count, float* scores) {
-    int from, to;
-    if (!blocks(row, count, &from, &to)) return;
-    for (int i = 0; i < count; ++i) {
-      uint32_t* high = weights_ + from * kStride + i * 16;
-      weigh(row + i, scores + i * kScoreStride, from, to, high, high + kTileWords, kStride);
-    }
     bool part = false;
     for (int b = from; b < to; ++b) part = part || must_part(row, count, b, packed(b));
+    for (int i = 0; i < count; ++i) weigh(row + i, scores_ + i * kScoreStride, from, to);
+    const float* weights = scores_ + from * kAttentionBlock;
     if (part) {
       for (int b = from; b < to; ++b) add_alone(row, count, b, b == from);
+    } else if (count > 16) {
+      add_blocks<2>(weights, packed(from), to - from, dim_, sums_);
     } else {
-      add_many(weights_ + from * kStride, packed(from), to - from, dim_, sums_);
+      add_blocks<1>(weights, packed(from), to - from, dim_, sums_);
     }
-    for (int i = 0; i < count; ++i)
-      merge(row + i, out_ + (row + i) * dim_, sums_ + i * dim_, sums_ + (16 + i) * dim_);
+    for (int i = 0; i < count; ++i) merge(row + i, out_ + (row + i) * dim_, sums_ + i * dim_);
   }
 
   void add_alone(int row, int count, int b, bool first) {
+    Ahead none;
     tiles_.use(1);
     for (int i = 0; i < count; ++i) {
-      pack(groups_[0].kv_head, b, row_low_[row + i], row_high_[row + i], alone_);
-      add_block<2>(weights_ + b * kStride + i * 16, alone_, dim_, sums_ + i * dim_, 16, first);
+      pack(groups_[0].kv_head, b, row_low_[row + i], row_high_[row + i], alone_, none);
+      add_block(scores_ + i * kScoreStride + b * kAttentionBlock, alone_, dim_, sums_ + i * dim_, first, none);
     }
     tiles_.use(16);
   }
 
   float *kt_, *scores_, *sums_, *out_;
-  uint32_t *packed_, *alone_, *weights_, *q_;
+  uint32_t *packed_, *alone_, *q_;
+  int next_, share_, last_;  // positions of the next segment to be fetched, from the segment's begin
 };
 
 }  // namespace simd

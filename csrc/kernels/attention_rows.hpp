@@ -25,7 +25,7 @@ struct Group {
 
 class Rows {
  protected:
-  static constexpr int kMost = 128;
+  static constexpr int kMost = 256;
   static constexpr int kLocated = 2 * kAttentionSegment;
 
   // size: bytes of an element of the cache.
@@ -78,12 +78,25 @@ class Rows {
   [[gnu::noinline]] void weigh_row(int row, float* s) {
     int low, high;
     if (!inside(row, &low, &high)) return;
-    const int first = low / kAttentionBlock * kAttentionBlock;
-    const int end = (high + kAttentionBlock - 1) / kAttentionBlock * kAttentionBlock;
+    const V most = set(scale_row(row, s, low, high));
+    V total{};
+    for (int i = block_begin(low), end = block_end(high); i < end; i += kLanes) {
+      const V p = exp(load(s + i) - most);
+      store(s + i, p);
+      total = total + p;
+    }
+    segment_sum_[row] = sum(total);
+  }
+
+  // The blocks that a part of a segment touches begin and end here.
+  static int block_begin(int low) { return low / kAttentionBlock * kAttentionBlock; }
+  static int block_end(int high) { return (high + kAttentionBlock - 1) / kAttentionBlock * kAttentionBlock; }
+
+  // Scales scores, and caps them; -inf where nothing is seen. Returns the maximum, and keeps it.
+  [[gnu::always_inline]] float scale_row(int row, float* s, int low, int high) {
     const V nothing = set(-__builtin_inff()), scale = set(op_.scale);
     const Cap cap(op_.softcap);
-    V top = nothing, total{};
-    for (int i = first; i < end; i += kLanes) {
+    const auto one = [&](int i) __attribute__((always_inline)) {
       V score = load(s + i) * scale;
       if (op_.softcap > 0) score = cap.of(score);
       if (i < low || i + kLanes > high) {
@@ -91,16 +104,12 @@ class Rows {
         score = ((at >= low) & (at < high)) ? score : nothing;
       }
       store(s + i, score);
-      top = max(top, score);
-    }
-    const float most = largest(top);
-    for (int i = first; i < end; i += kLanes) {
-      const V p = exp(load(s + i) - set(most));
-      store(s + i, p);
-      total = total + p;
-    }
-    segment_max_[row] = most;
-    segment_sum_[row] = sum(total);
+      return score;
+    };
+    V top = nothing, other = nothing;
+    for (int i = block_begin(low), end = block_end(high); i < end; i += 2 * kLanes)
+      top = max(top, one(i)), other = max(other, one(i + kLanes));
+    return segment_max_[row] = largest(max(top, other));
   }
 
   // The first segment that a row sees is taken as it is; each later one is rescaled to the common maximum and added.
@@ -182,6 +191,7 @@ class Rows {
   int group_count_, token_, tokens_, rows_, low_, high_;
   int begin_, from_, to_;  // the segment's first position, and its blocks that any row sees
   int row_low_[kMost], row_high_[kMost];
+  float segment_sum_[kMost];
   int64_t offsets_[kLocated];
   int distance_;
   Ahead ahead_;
@@ -210,7 +220,7 @@ class Rows {
     }
   }
 
-  float segment_max_[kMost], segment_sum_[kMost], max_[kMost], sum_[kMost];
+  float segment_max_[kMost], max_[kMost], sum_[kMost];
   int first_kv_head_;
   const char* ahead_rows_[kAttentionBlock];
 };
