@@ -4,7 +4,8 @@
 #include <type_traits>
 
 #if SERRIED_amx
-#include "attention_amx_pass.hpp"
+#include "attention_amx_few.hpp"
+#include "attention_amx_many.hpp"
 #endif
 #include "attention_pass.hpp"
 #include "pointwise.hpp"
@@ -125,7 +126,8 @@ void attend_as(const Attention& op, const Sequence& sequence, const Wanted<T>& w
   for (int head = wanted.head_begin; head < wanted.head_end;) {
     const int count = fill_pass(op, wanted, head, kPassRows, groups), heads = heads_of(groups, count);
     by_tokens(wanted, heads, kPassRows, [&](int token, int tokens) {
-      pass.run(wanted.positions, wanted.q, wanted.q_stride, wanted.out, wanted.out_stride, groups, count, token, tokens);
+      pass.run(wanted.positions, wanted.q, wanted.q_stride, wanted.out, wanted.out_stride, groups, count, token,
+               tokens);
     });
     head += heads;
   }

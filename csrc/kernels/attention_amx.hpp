@@ -64,7 +64,8 @@ class Tiles {
 
 // Scores.
 
-// scores[16 kChunks][32] = q . kt, q: [rows][q_stride] words, 16 steps a time (steps beyond the head are zeros in both).
+// scores[16 kChunks][32] = q . kt, q: [rows][q_stride] words, 16 steps a time (steps beyond the head are zeros in
+// both).
 template <int kChunks>
 inline void score_many(const uint32_t* q, int64_t q_stride, const float* kt, int step_count, float* scores) {
   zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
@@ -140,13 +141,16 @@ inline void split_weights(V a, V b, float* to) {
   store_bits(to + 16, (low_a >> 16) | (low_b & mask));
 }
 
-// The values of a block: rows[p] of head_dim columns, or null for a position that must not be read, which becomes zeros.
-[[gnu::noinline]] void pack_block(const Bf16* const* rows, int head_dim, uint32_t* to, Ahead& ahead) {
+// The values of a block: base[offsets[p]...] of head_dim columns for the positions [low, high), zeros for the others,
+// whose memory is not read.
+[[gnu::noinline]] void pack_block(const Bf16* base, const int64_t* offsets, int low, int high, int head_dim,
+                                  uint32_t* to, Ahead& ahead) {
   static constexpr Bf16 kNothing[kMaxHeadDim] = {};
   const U mask = set_bits(0xffffu);
+  const auto row = [&](int p) { return p >= low && p < high ? base + offsets[p] : kNothing; };
+  Ahead fetcher = ahead;
   for (int j = 0; j < 16; ++j, to += 16) {
-    const Bf16* a = rows[j] ? rows[j] : kNothing;
-    const Bf16* b = rows[j + 16] ? rows[j + 16] : kNothing;
+    const Bf16 *a = row(j), *b = row(j + 16);
     uint32_t* tile = to;
     const auto put = [&](U x, U y) {
       store_bits(tile, (x & mask) | (y << 16));
@@ -155,11 +159,12 @@ inline void split_weights(V a, V b, float* to) {
     };
     int c = 0;
     for (; c + 32 <= head_dim; c += 32) {
-      ahead.fetch(64);
+      fetcher.fetch(64);
       put(load_bits(a + c), load_bits(b + c));
     }
     if (c < head_dim) put(load_bits(a + c, (head_dim - c) / 2), load_bits(b + c, (head_dim - c) / 2));
   }
+  ahead = fetcher;
 }
 
 // Whether a packed block holds neither NaN nor infinity.
@@ -173,7 +178,8 @@ inline bool finite(const uint32_t* values, int64_t dim) {
 }
 
 // sums += weights . values of one block, for the rows in use. first: from zero.
-inline void add_block(const float* weights, const uint32_t* values, int64_t dim, float* sums, bool first, Ahead& ahead) {
+inline void add_block(const float* weights, const uint32_t* values, int64_t dim, float* sums, bool first,
+                      Ahead& ahead) {
   load_tile<5>(weights, 4 * kScoreStride);
   load_tile<6>(weights + 16, 4 * kScoreStride);
   for (int64_t c = 0; c < dim; c += 16, values += kTileWords, sums += 16) {

@@ -2,7 +2,7 @@
 // many tokens of the heads that share one KV head, in decode all heads of one token, so that K and V are read once and
 // in the order of memory. For a segment of 256 positions: all scores; then each row's maximum, weights and their sum;
 // then the weighted sum of V; then the merge. A row's arithmetic is bounded by what it sees itself, so nothing masked
-// is ever multiplied (0 * NaN) and the rows beside it leave no trace. (attention_amx_pass.hpp: the same by tiles.)
+// is ever multiplied (0 * NaN) and the rows beside it leave no trace. By tiles of AMX: attention_amx_rows.hpp.
 #pragma once
 #include "attention_rows.hpp"
 

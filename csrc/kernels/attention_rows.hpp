@@ -148,7 +148,8 @@ class Rows {
     const int b = j < count ? from_ + j : value ? from_ + j - count : kSegmentBlocks + j - 2 * count;
     ahead_.row = 0, ahead_.byte = 0, ahead_.due = 0, ahead_.row_end = 0;
     if (b >= 2 * kSegmentBlocks || begin_ + b * kAttentionBlock >= high_) return;
-    const char* base = static_cast<const char*>(value ? op_.v_cache : op_.k_cache) + first_kv_head_ * op_.head_dim * size_;
+    const char* base = static_cast<const char*>(value ? op_.v_cache : op_.k_cache);
+    base += int64_t{first_kv_head_} * op_.head_dim * size_;
     constexpr int kApart = kAttentionBlock / Ahead::kRows;
     for (int i = 0; i < kAttentionBlock; ++i)
       ahead_rows_[i % kApart * Ahead::kRows + i / kApart] = base + offsets_[b * kAttentionBlock + i] * size_;

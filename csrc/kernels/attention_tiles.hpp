@@ -1,8 +1,7 @@
 // The two products of attention over 32 positions, as register tiles. Each score is one chain over the head's columns,
 // each output one chain over positions; how many rows share a tile changes no bit.
 //
-// Keys are turned first: kt[step][32 positions], a step being what one instruction multiplies (AMX with up to 16 rows
-// takes them as they lie instead, for the same bits):
+// Keys are turned first: kt[step][32 positions], a step being what one instruction multiplies:
 //   bf16 with vdpbf16ps or AMX:  a pair of columns (32 bits, as stored)
 //   otherwise:                   one column, as float32
 // vdpbf16ps runs at half the rate of float32 FMA on Sapphire Rapids, at twice it on Zen 4; tdpbf16ps at 16 times.
