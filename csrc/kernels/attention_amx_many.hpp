@@ -1,5 +1,5 @@
-// A pass of attention by tiles of AMX: up to 256 rows of one KV head (prefill). Keys are turned and values packed once a
-// segment for all of them, 32 rows at a time meet them, and the next segment is fetched meanwhile.
+// A pass of attention by tiles of AMX: up to 256 rows of one KV head (prefill). Keys are turned and values packed once
+// a segment for all of them, 32 rows at a time meet them, and the next segment is fetched meanwhile.
 #pragma once
 #include "attention_amx_rows.hpp"
 
