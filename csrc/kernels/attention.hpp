@@ -1,7 +1,12 @@
 // RoPE with the write to the KV cache, and attention.
 #pragma once
+#include <algorithm>
 #include <type_traits>
 
+#if SERRIED_amx
+#include "attention_amx_few.hpp"
+#include "attention_amx_many.hpp"
+#endif
 #include "attention_pass.hpp"
 #include "pointwise.hpp"
 
@@ -60,42 +65,105 @@ void rope_write(const Attention& op, const float* qkv, int64_t qkv_stride, const
 }
 
 int64_t attend_scratch(const Attention& op) {
-  const int64_t dim = padded_dim(op.head_dim), turned = dim * kAttentionBlock;
-  return kAlign + turned + kAttentionSegment * kPair + kSpareRows * (3 * dim + kScoreStride);
+  int64_t most = Pass<float>::scratch(op);
+#if SERRIED_amx
+  most = std::max({most, FewRows::scratch(op), ManyRows::scratch(op)});
+#endif
+  return most;
+}
+
+// What a call of attend is asked for.
+template <class T>
+struct Wanted {
+  const int32_t* positions;
+  const T* q;
+  int64_t q_stride;
+  T* out;
+  int64_t out_stride;
+  int32_t row_begin, row_end, head_begin, head_end;
+};
+
+// Heads from `head` on that share a KV head, at most kPassRows of them.
+template <class T>
+Group next_group(const Attention& op, const Wanted<T>& wanted, int head, int row) {
+  int heads = 1;
+  while (heads < kPassRows && head + heads < wanted.head_end && op.kv_map[head + heads] == op.kv_map[head]) ++heads;
+  return {op.kv_map[head], head, heads, row};
+}
+
+// Groups from `head` on that fit into a pass with all tokens, each of at most `most` rows; or one group.
+template <class T>
+int fill_pass(const Attention& op, const Wanted<T>& wanted, int head, int most, Group* groups) {
+  const int tokens = wanted.row_end - wanted.row_begin;
+  int count = 0, rows = 0;
+  while (head < wanted.head_end && count < kPassRows) {
+    const Group group = next_group(op, wanted, head, rows);
+    const int more = group.heads * tokens;
+    if (count > 0 && (rows + more > kPassRows || more > most || groups[0].heads * tokens > most)) break;
+    groups[count++] = group;
+    head += group.heads, rows += more;
+  }
+  return count;
+}
+
+// Runs f(first token, tokens) until all tokens have had their turn, with as many rows a time as `most` allows.
+template <class T, class F>
+void by_tokens(const Wanted<T>& wanted, int rows_per_token, int most, F f) {
+  const int tokens = wanted.row_end - wanted.row_begin, fit = most / rows_per_token;
+  const int step = fit < tokens ? fit : tokens;
+  for (int t = wanted.row_begin; t < wanted.row_end; t += step)
+    f(t, wanted.row_end - t < step ? wanted.row_end - t : step);
+}
+
+int heads_of(const Group* groups, int count) {
+  return groups[count - 1].head + groups[count - 1].heads - groups[0].head;
 }
 
 template <class T>
-void attend_as(const Attention& op, const Sequence& sequence, const int32_t* positions, const T* q, int64_t q_stride,
-               T* out, int64_t out_stride, int32_t row_begin, int32_t row_end, int32_t head_begin, int32_t head_end,
-               float* scratch) {
+void attend_as(const Attention& op, const Sequence& sequence, const Wanted<T>& wanted, float* scratch) {
   Pass<T> pass(op, sequence, scratch);
-  const int tokens = row_end - row_begin;
-  begin_tiles();
-  for (int head = head_begin; head < head_end;) {
-    // As many groups as fit with all tokens; or one group with as many tokens as fit.
-    Group groups[kPassRows];
-    int count = 0, rows = 0, per_token = 0;
-    while (head < head_end && count < kPassRows) {
-      int heads = 1;
-      while (heads < kPassRows && head + heads < head_end && op.kv_map[head + heads] == op.kv_map[head]) ++heads;
-      if (count > 0 && rows + heads * tokens > kPassRows) break;
-      groups[count++] = {op.kv_map[head], head, heads, rows};
-      head += heads, per_token += heads, rows += heads * tokens;
-    }
-    const int step = kPassRows / per_token < tokens ? kPassRows / per_token : tokens;
-    for (int t = row_begin; t < row_end; t += step)
-      pass.run(positions, q, q_stride, out, out_stride, groups, count, t, row_end - t < step ? row_end - t : step);
+  Group groups[kPassRows];
+  for (int head = wanted.head_begin; head < wanted.head_end;) {
+    const int count = fill_pass(op, wanted, head, kPassRows, groups), heads = heads_of(groups, count);
+    by_tokens(wanted, heads, kPassRows, [&](int token, int tokens) {
+      pass.run(wanted.positions, wanted.q, wanted.q_stride, wanted.out, wanted.out_stride, groups, count, token,
+               tokens);
+    });
+    head += heads;
   }
-  end_tiles();
 }
+
+#if SERRIED_amx
+template <>
+void attend_as(const Attention& op, const Sequence& sequence, const Wanted<Bf16>& wanted, float* scratch) {
+  Tiles tiles;
+  Group groups[kPassRows];
+  for (int head = wanted.head_begin; head < wanted.head_end;) {
+    const int count = fill_pass(op, wanted, head, kFewRows, groups), heads = heads_of(groups, count);
+    if (groups[0].heads * (wanted.row_end - wanted.row_begin) <= kFewRows) {
+      FewRows pass(op, sequence, scratch, tiles);
+      pass.run(wanted.positions, wanted.q, wanted.q_stride, wanted.out, wanted.out_stride, groups, count,
+               wanted.row_begin, wanted.row_end - wanted.row_begin);
+    } else {
+      ManyRows pass(op, sequence, scratch, tiles);
+      by_tokens(wanted, heads, ManyRows::kMany, [&](int token, int tokens) {
+        pass.run(wanted.positions, wanted.q, wanted.q_stride, wanted.out, wanted.out_stride, groups[0], token, tokens);
+      });
+    }
+    head += heads;
+  }
+}
+#endif
 
 void attend(const Attention& op, const Sequence& sequence, const int32_t* positions, const void* q, int64_t q_stride,
             void* out, int64_t out_stride, int32_t row_begin, int32_t row_end, int32_t head_begin, int32_t head_end,
             float* scratch) {
   with_row(out, op.dtype, 0, [&](auto* to) {
     using T = std::remove_pointer_t<decltype(to)>;
-    attend_as<T>(op, sequence, positions, static_cast<const T*>(q), q_stride, to, out_stride, row_begin, row_end,
-                 head_begin, head_end, scratch);
+    attend_as(op, sequence,
+              Wanted<T>{positions, static_cast<const T*>(q), q_stride, to, out_stride, row_begin, row_end, head_begin,
+                        head_end},
+              scratch);
   });
 }
 

@@ -1,8 +1,7 @@
 // The two products of attention over 32 positions, as register tiles. Each score is one chain over the head's columns,
 // each output one chain over positions; how many rows share a tile changes no bit.
 //
-// Keys are turned first: kt[step][32 positions], a step being what one instruction multiplies (AMX with up to 16 rows
-// takes them as they lie instead, for the same bits):
+// Keys are turned first: kt[step][32 positions], a step being what one instruction multiplies:
 //   bf16 with vdpbf16ps or AMX:  a pair of columns (32 bits, as stored)
 //   otherwise:                   one column, as float32
 // vdpbf16ps runs at half the rate of float32 FMA on Sapphire Rapids, at twice it on Zen 4; tdpbf16ps at 16 times.
@@ -164,75 +163,6 @@ template <class T, int R>
     }
   }
 }
-
-#if SERRIED_amx
-// Assembly rather than intrinsics: GCC 12's tile loads do not tell the compiler that they read memory.
-template <int kRegister>
-inline void load_tile(const void* data, int64_t stride) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(data), "r"(stride), "i"(kRegister) : "memory");
-}
-template <int kRegister>
-inline void store_tile(void* data, int64_t stride) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(data), "r"(stride), "i"(kRegister) : "memory");
-}
-
-// Full tiles: rows that are not there cost little, and a row's bits do not depend on the others.
-inline void begin_tiles() {
-  struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16};
-  } config;
-  asm volatile("ldtilecfg %0" ::"m"(config));
-}
-inline void end_tiles() { asm volatile("tilerelease" ::: "memory"); }
-
-// scores[16][32] = q . kt, q: [16][q_stride] words, 16 steps a time (steps beyond the head are zeros in both).
-inline void score_16_rows(const uint32_t* q, int64_t q_stride, const float* kt, int step_count, float* scores) {
-  asm volatile("tilezero %%tmm0\n tilezero %%tmm1" ::: "memory");
-  for (int d = 0; d < step_count; d += 16) {
-    load_tile<2>(q + d, 4 * q_stride);
-    load_tile<3>(kt + d * kAttentionBlock, 4 * kAttentionBlock);
-    load_tile<4>(kt + d * kAttentionBlock + 16, 4 * kAttentionBlock);
-    asm volatile("tdpbf16ps %%tmm3, %%tmm2, %%tmm0\n tdpbf16ps %%tmm4, %%tmm2, %%tmm1" ::: "memory");
-  }
-  store_tile<0>(scores, 4 * kScoreStride);
-  store_tile<1>(scores + 16, 4 * kScoreStride);
-}
-
-// The same bits with keys as the left operand, as they lie in the cache: scores[p][row] of kTiles * 16 positions for
-// up to 16 rows. q: [step][rows]; what a tile reads beyond a step's rows makes columns that nobody reads.
-template <int kTiles>
-[[gnu::always_inline]] inline void score_keys(const char* const* keys, int64_t key_stride, const uint32_t* q, int rows,
-                                              int step_count, float* scores, Ahead& ahead) {
-  asm volatile("tilezero %%tmm0\n tilezero %%tmm1" ::: "memory");
-  for (int d = 0; d < step_count; d += 16) {
-    load_tile<4>(q + d * rows, 4 * int64_t{rows});
-    load_tile<2>(keys[0] + 4 * d, key_stride);
-    if constexpr (kTiles > 1) load_tile<3>(keys[1] + 4 * d, key_stride);
-    asm volatile("tdpbf16ps %%tmm4, %%tmm2, %%tmm0" ::: "memory");
-    if constexpr (kTiles > 1) asm volatile("tdpbf16ps %%tmm4, %%tmm3, %%tmm1" ::: "memory");
-    ahead.fetch(kTiles * 1024);
-  }
-  store_tile<0>(scores, 64);
-  if constexpr (kTiles > 1) store_tile<1>(scores + 256, 64);
-}
-
-// scores[row][16] from [16 positions][16].
-inline void turn_scores(const float* from, int rows, float* scores) {
-  const char* row[16];
-  for (int i = 0; i < 16; ++i) row[i] = reinterpret_cast<const char*>(from + 16 * i);
-  for (int r = 0; r < rows; r += 4) {
-    V t[4];
-    for (int i = 0; i < 4; ++i) t[i] = load_pieces(row + i, 4 * int64_t{r});
-    turn(t);
-    for (int i = 0; i < 4 && r + i < rows; ++i) store(scores + (r + i) * kScoreStride, t[i]);
-  }
-}
-#else
-inline void begin_tiles() {}
-inline void end_tiles() {}
-#endif
 
 // Rows of values in the cache, by position.
 template <class T>

@@ -165,7 +165,7 @@ struct SelectRowsOp final : Operator {
 };
 
 struct AttentionOp final : Operator {
-  static constexpr int32_t kRows = 32;  // rows of a work item
+  static constexpr int32_t kRows = 128;  // rows of a work item: they read K and V once
   int qkv, q, out;
   Attention attention;
   std::vector<std::vector<float>> scratch;        // one a thread
@@ -199,7 +199,8 @@ struct AttentionOp final : Operator {
     return (step.row_starts[s + 1] - step.row_starts[s] + kRows - 1) / kRows;
   }
 
-  // Items are (sequence, block of rows, part of the heads), taken in order by whichever thread is free.
+  // Items are (sequence, block of rows, part of the heads), taken in order by whichever thread is free: of a sequence
+  // the last rows first, since they see most and would leave the other threads idle at the end.
   void work(Program& p, const Step& step, std::atomic<int64_t>& next, int64_t parts, float* mine) {
     const Buffer &rotated = p.buffer(q), &result = p.buffer(out);
     int64_t item = next.fetch_add(1, std::memory_order_relaxed), first = 0;
@@ -208,7 +209,7 @@ struct AttentionOp final : Operator {
       const int64_t items = blocks_of(step, s) * parts;
       const Sequence sequence{begin, end, step.kv_lens[s], step.blocks + step.block_starts[s]};
       while (item < first + items) {
-        const auto block = static_cast<int32_t>((item - first) / parts);
+        const auto block = static_cast<int32_t>(blocks_of(step, s) - 1 - (item - first) / parts);
         const auto [a, b] = share(static_cast<int64_t>(groups.size()), static_cast<int>((item - first) % parts),
                                   static_cast<int>(parts));
         p.k.attend(attention, sequence, step.positions, rotated.data, rotated.stride, result.data, result.stride,

@@ -482,6 +482,33 @@ def test_decode_reads_nothing_but_the_cache(dtype: str, isa: str) -> None:
         assert all(same_bits(a[:-2], b) for a, b in zip(found, other, strict=True))
 
 
+class Spoiled(Ops):
+    """Tokens 0 to 2 are NaN, 3 to 5 infinite, in all their columns."""
+
+    def input(self, columns: int, scale: float = 1.0, factor: float = 1.0) -> Forward:
+        values = self.values(VOCAB, columns, scale=scale)
+        values[:3], values[3:6] = np.nan, np.inf
+        weight = self.parameter(values, "embedding")
+        return lambda ops: ops.embed(weight, Span(0, VOCAB), LocalComm(), factor)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "window", "spoiled"), [(5, 0, (3, 4)), (80, 0, (40, 41, 63)), (80, 9, (40, 41, 63))])
+def test_no_trace_of_what_a_token_does_not_see(
+    count: int, window: int, spoiled: tuple[int, ...], dtype: str, isa: str
+) -> None:
+    """NaN and infinity in the keys and values of a chunk's own tokens: later ones, and those that left the window."""
+    heads = Heads(64, (0, 0, 0, 1), False, 1, window=window)
+    tokens = [6 + (i * i) % (VOCAB - 6) for i in range(count)]
+    steps = [plain_step([i % 6 if i in at else t for i, t in enumerate(tokens)]) for at in ((), spoiled)]
+    clean, dirty = run(native(dtype, isa), lambda ops: heads.make(Spoiled(ops.backend)), steps, heads.shape(dtype))
+    for row in range(count):
+        sees = any(row - (window or count) < p <= row for p in spoiled)
+        assert np.isfinite(clean[row]).all()
+        assert np.isnan(dirty[row]).any() if sees else same_bits(dirty[row], clean[row]), f"row {row}"
+
+
 # --- What a step must not be ---
 
 
