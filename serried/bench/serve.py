@@ -78,7 +78,7 @@ class ServeBench:
         try:
             async with client.get(f"{self.base_url}/v1/models") as answer:
                 answer.raise_for_status()
-                return str((await answer.json())["data"][0]["id"])
+                return str(json.loads(await answer.read())["data"][0]["id"])  # whatever type it says it is
         except (_aiohttp().ClientError, KeyError, IndexError, ValueError, TimeoutError) as error:
             raise InputError(
                 f"--base-url {self.base_url}: /v1/models does not answer as a server does: {error}"

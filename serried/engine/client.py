@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
@@ -25,6 +24,7 @@ import zmq.asyncio
 
 from serried.config import EngineConfig, child_environment
 from serried.engine.flight import Flight
+from serried.engine.folder import private_folder
 from serried.engine.interface import EngineStats, GrammarSpec, ModelInfo, TokenDelta
 from serried.engine.wire import (
     Abort,
@@ -57,20 +57,6 @@ PROBE_AGE = 5.0  # seconds for which a success counts
 log = logging.getLogger("serried.engine")
 
 
-def _private_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for sockets, with mode 0700: in the user's place for such things if its path is short enough."""
-    room = zmq.IPC_PATH_MAX_LEN - len("/serried-12345678/12345678/requests")
-    if len(tempfile.gettempdir()) <= room:
-        return tempfile.TemporaryDirectory(prefix="serried-")
-    try:
-        return tempfile.TemporaryDirectory(prefix="serried-", dir="/tmp")
-    except OSError as error:
-        raise InputError(
-            f"TMPDIR={tempfile.gettempdir()}: too long a path for sockets, of which the system takes "
-            f"{zmq.IPC_PATH_MAX_LEN} bytes, and /tmp does not do instead ({error.strerror}); give a shorter one"
-        ) from None
-
-
 class ProcessEngine:
     """See AsyncEngine. Made with `await ProcessEngine.start(...)`; belongs to the event loop that it was made in."""
 
@@ -87,7 +73,7 @@ class ProcessEngine:
         self._alive_at = 0.0
         self._deaths: deque[float] = deque(maxlen=MOST_DEATHS)
         self._dead: EngineDead | None = None
-        self._folder = _private_folder()
+        self._folder = private_folder()
         self._context = zmq.asyncio.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)

@@ -215,6 +215,19 @@ def test_bad_input() -> None:
 FAULTS = ["one-shot", "two-shot", "ring", "reduce_nodes", "all_gather", "broadcast", "barrier", "subgroup", "around"]
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Ranks of a test that fails end too."""
+    yield
+    while STARTED:
+        rank = STARTED.pop()
+        rank.kill()
+        rank.wait()
+
+
 def begin(operation: str, size: int, timeout: float) -> list[subprocess.Popen[str]]:
     """Ranks that call an operation for ever, all of them in the midst of it."""
     fd = os.memfd_create("test")
@@ -229,6 +242,7 @@ def begin(operation: str, size: int, timeout: float) -> list[subprocess.Popen[st
         )
         for rank in range(size)
     ]
+    STARTED.extend(ranks)
     os.close(fd)
     for rank in ranks:
         assert rank.stdout is not None
