@@ -16,7 +16,7 @@
 #include "comm/bindings_comm.hpp"
 #include "cpu.hpp"
 #include "kernels/kernels.hpp"
-#include "program/choose.hpp"
+#include "program/bindings_choose.hpp"
 #include "program/pool.hpp"
 #include "program/program.hpp"
 
@@ -25,14 +25,6 @@ using namespace nb::literals;
 
 namespace serried {
 namespace {
-
-using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Doubles = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Longs = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Logits = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using DoubleRows = nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using LongRows = nb::ndarray<int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // One instruction set's kernels, opened from their own shared object, which stays open.
 struct KernelSet {
@@ -171,47 +163,6 @@ Attention attention_of(int query_heads, int kv_heads, int head_dim, int rotary_d
   return {query_heads, kv_heads, head_dim, rotary_dim, nullptr, scale, softcap, window,
           dtype_of(dtype), floats(q_norm), floats(k_norm), eps, floats(&cos), floats(&sin),
           reinterpret_cast<void*>(k_cache), reinterpret_cast<void*>(v_cache), block_size};
-}
-
-// See pick_rows; with arrays of numpy.
-void pick(Program& p, Logits logits, int64_t own, int64_t first, Doubles temperatures,
-          nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig> seeds, Ints positions, Longs indices, Doubles scores) {
-  const auto rows = static_cast<int64_t>(temperatures.size());
-  const auto of = [t = temperatures.data(), s = seeds.data(), at = positions.data()](int64_t row) {
-    return Pick{t[row], s[row], at[row]};
-  };
-  nb::gil_scoped_release release;
-  const int64_t start = now_ns();
-  std::vector<Candidate> best(static_cast<size_t>(rows));
-  pick_rows(p, {logits.data(), static_cast<int64_t>(logits.shape(1)), own, first}, rows, of, best.data());
-  for (size_t row = 0; row < best.size(); ++row) {
-    indices.data()[row] = best[row].token - first;
-    scores.data()[row] = best[row].score;
-  }
-  p.times.total += now_ns() - start;
-}
-
-// What a rank says of some rows of its logits: see SurveyFn. counts: [rows, possible | found], of which `found` says
-// first how many places are wanted at most. sums: for which rows leaves are to be summed.
-void survey(Program& p, Logits logits, int64_t own, Ints rows, Doubles divisors, Ints sums, LongRows counts,
-            LongRows places, DoubleRows leaf_max, DoubleRows leaf_sum) {
-  const auto count = static_cast<int64_t>(rows.size());
-  const auto leaves = static_cast<int64_t>(leaf_max.shape(1));
-  if (count != static_cast<int64_t>(counts.shape(0)) || 64 * leaves < own) throw std::invalid_argument("survey: shapes");
-  nb::gil_scoped_release release;
-  const int64_t start = now_ns();
-  over_rows(p.pool, count, own, [&](int64_t row, int64_t end) {
-    for (; row < end; ++row) {
-      int64_t* numbers = counts.data() + 2 * row;
-      SurveyRow found{0, 0, places.data() + row * static_cast<int64_t>(places.shape(1)),
-                      leaf_max.data() + row * leaves, sums.data()[row] ? leaf_sum.data() + row * leaves : nullptr};
-      const int64_t wanted = std::min(numbers[1], static_cast<int64_t>(places.shape(1)));
-      p.k.survey(logits.data() + rows.data()[row] * static_cast<int64_t>(logits.shape(1)), own, wanted,
-                 divisors.data()[row], &found);
-      numbers[0] = found.possible, numbers[1] = found.found;
-    }
-  });
-  p.times.total += now_ns() - start;
 }
 
 void bind_program(nb::module_& m) {
