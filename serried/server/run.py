@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import logging.config
 import signal
 import socket
 import ssl
@@ -17,6 +16,7 @@ import uvicorn
 from serried.errors import InputError
 from serried.server.app import Load, create_app
 from serried.server.http1 import Http1
+from serried.server.log import flush, log_config
 from serried.server.options import ServerConfig
 from serried.server.state import ServerState
 
@@ -95,6 +95,11 @@ class Server(uvicorn.Server):
                 self.should_exit = True
         return await super().on_tick(counter)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """After it a signal that was handed on may end the process at once, so the log is written first."""
+        await super().shutdown(sockets)
+        flush()
+
     def _ready(self, state: ServerState) -> None:
         log.info("ready at %s; try it:\n%s", self.url, example_request(self.url, state))
 
@@ -132,28 +137,3 @@ def example_request(url: str, state: ServerState) -> str:
         path, body = "chat/completions", {"messages": [{"role": "user", "content": "Name three rivers."}]}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if state.config.api_key else ""
     return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
-
-
-class _Asked(logging.Filter):
-    """Keeps out what asks every second or so: probes, scrapes, the page's panel."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        arguments = record.args if isinstance(record.args, tuple) else ()
-        return not (len(arguments) > 2 and arguments[2] in ("/health", "/ready", "/metrics", "/stats"))
-
-
-def log_config(config: ServerConfig) -> dict[str, Any]:
-    """All logs on stderr, a line each."""
-    level = config.log_level.upper()
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {"line": {"format": "%(asctime)s %(levelname)s [server] %(message)s"}},
-        "filters": {"asked": {"()": _Asked}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line", "stream": "ext://sys.stderr"}},
-        "loggers": {
-            "serried": {"handlers": ["stderr"], "level": level, "propagate": False},
-            "uvicorn": {"handlers": ["stderr"], "level": "WARNING", "propagate": False},
-            "uvicorn.access": {"handlers": ["stderr"], "level": level, "propagate": False, "filters": ["asked"]},
-        },
-    }
