@@ -67,7 +67,7 @@ template <Format kFormat>
 void linear_quantized(const Linear& linear, const void* x, int64_t x_stride, float* y, int64_t y_stride,
                       int32_t token_begin, int32_t token_end, int32_t tile_begin, int32_t tile_end) {
 #if SERRIED_amx
-  if (tile_begin < tile_end && token_end - token_begin > linear_detail::amx::kQuantFew) {
+  if (tile_begin < tile_end && token_end - token_begin > linear_detail::kFewTokens) {
     using Walk = linear_detail::amx::QuantWalk<kFormat>;
     return Walk(linear, x, x_stride, y, y_stride, token_begin, token_end, tile_begin, tile_end).run();
   }

@@ -20,7 +20,6 @@ namespace {
 namespace linear_detail {
 namespace amx {
 
-constexpr int32_t kQuantFew = 12;  // tokens up to which vectors are faster: two blocks of theirs
 constexpr int64_t kStackBytes = 384 << 10;  // of a chunk
 
 // Groups of one leaf, in one unit for each strip and half of a tile.
