@@ -70,7 +70,7 @@ struct QuantKernel : QuantGroup<kFormat, M, quant_vectors(M)> {
       Ints integers[M][V];
       this->begin_group(scales, integers);
       Sums::add(group + column * 4, x, stride, integers, [&](int f) __attribute__((always_inline)) {
-        prefetch(group, next, index, f);
+        prefetch(group, next, f);
       });
       if (index == kParts - 1) ahead.rest(group, kGroupBytes, Sums::kSteps);
       this->refine(group + column * 4, scales, fine + i, low + i * kGroup, integers);
@@ -84,7 +84,7 @@ struct QuantKernel : QuantGroup<kFormat, M, quant_vectors(M)> {
   }
 
   // Beside step f of a group. Where outputs go in parts, they share the lines of the next stage.
-  [[gnu::always_inline]] inline void prefetch(const char* group, const char* next, int index, int f) const {
+  [[gnu::always_inline]] inline void prefetch(const char* group, const char* next, int f) const {
     if constexpr (kStraight) {
       return ahead.step(group + f * kStepBytes);
     }
@@ -112,9 +112,8 @@ void quant_by_vectors(const Linear& linear, const void* x, int64_t x_stride, flo
   if (token_begin >= token_end || tile_begin >= tile_end) return;
   const int32_t tokens = token_end - token_begin;
   if constexpr (kInSets<kFormat>) {
-    const int most = tokens <= kFewTokens ? kMostSets * kSetTokens : kSetTokens;
-    quant_sets<kFormat>(even_rows(tokens, most), linear, x, x_stride, y, y_stride, token_begin, token_end, tile_begin,
-                        tile_end);
+    quant_sets<kFormat>(tokens <= kFewTokens ? tokens : even_rows(tokens, kSetTokens), linear, x, x_stride,
+                        y, y_stride, token_begin, token_end, tile_begin, tile_end);
   } else {
     quant_vector<kFormat>(even_rows(tokens, kSetTokens), linear, x, x_stride, y, y_stride, token_begin, token_end,
                           tile_begin, tile_end);

@@ -11,7 +11,8 @@ namespace linear_detail {
 
 constexpr int kSetTokens = kWide ? 6 : 4;
 constexpr int kMostSets = 4;
-constexpr int32_t kFewTokens = 32;  // up to which sets side by side, or vectors at all where there are tiles, are faster
+// Up to which sets side by side, or vectors at all where there are tiles, are faster.
+constexpr int32_t kFewTokens = kMostSets * kSetTokens;
 template <Format kFormat>
 constexpr bool kInSets = kWide && !kTakesWords<kFormat>;
 
@@ -76,7 +77,7 @@ struct SetsKernel : QuantGroup<kFormat, M, kVectors> {
 };
 
 // The instance for blocks of `tokens` tokens, a number known only now.
-template <Format kFormat, int kTokens = kMostSets * kSetTokens>
+template <Format kFormat, int kTokens = kFewTokens>
 void quant_sets(int32_t tokens, const Linear& linear, const void* x, int64_t x_stride, float* y, int64_t y_stride,
                 int32_t token_begin, int32_t token_end, int32_t tile_begin, int32_t tile_end) {
   if constexpr (kTokens > 1) {
