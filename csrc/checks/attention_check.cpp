@@ -60,7 +60,7 @@ struct Cache {
   // Rows [begin, end) of the sequence (row = position) and heads into out; the scratch is exactly as large as asked.
   void attend(Buffer& out, int begin, int end, int head_begin, int head_end) {
     const Attention a = op();
-    const Sequence sequence{begin, end, end, table.data()};
+    const Sequence sequence{begin, end, end, table.data(), nullptr, false};
     std::vector<float> scratch(simd::attend_scratch(a) + 1, NAN);
     scratch.back() = 7;
     const int64_t stride = c.query_heads * c.dim;
@@ -199,8 +199,12 @@ void check_rope_case(Dtype dtype, int dim, int rotary, bool norm) {
   a.norm_eps = 1e-6f;
   a.cos = cos.data(), a.sin = sin.data(), a.k_cache = k.data(), a.v_cache = v.data();
   if (norm) a.q_norm = weights.data(), a.k_norm = weights.data() + dim;
-  rope_write(a, qkv.data(), stride, positions.data(), places.data(), q.data(), heads * dim, 0, 2);
-  rope_write(a, qkv.data(), stride, positions.data(), places.data(), q.data(), heads * dim, 2, tokens);
+  rope_write(a, qkv.data(), stride, positions.data(), places.data(), q.data(), heads * dim, 0, 2,
+             {0, heads, 0, kv_heads});
+  rope_write(a, qkv.data(), stride, positions.data(), places.data(), q.data(), heads * dim, 2, tokens,
+             {0, 2, 0, 1});
+  rope_write(a, qkv.data(), stride, positions.data(), places.data(), q.data(), heads * dim, 2, tokens,
+             {2, heads, 1, kv_heads});
   const double tolerance = dtype == Dtype::kFloat32 ? 1e-6 : 5e-3;
   for (int t = 0; t < tokens; ++t)
     for (int h = 0; h < heads + kv_heads; ++h) {
@@ -251,7 +255,7 @@ void bench_decode(int context, int heads) {
   Attention a = x.op();
   std::vector<float> scratch(simd::attend_scratch(a));
   Buffer out(c.dtype, x.q.size(), 0);
-  const Sequence sequence{context - 1, context, context, x.table.data()};
+  const Sequence sequence{context - 1, context, context, x.table.data(), nullptr, false};
   const auto once = [&](size_t i) {
     a.k_cache = keys.data() + i * bytes, a.v_cache = values.data() + i * bytes;
     for (int h = 0; h < 16; h += heads)
@@ -275,7 +279,7 @@ void bench_prefill(int tokens, double peak) {
   const Attention a = x.op();
   std::vector<float> scratch(simd::attend_scratch(a));
   Buffer out(c.dtype, x.q.size(), 0);
-  const Sequence sequence{0, tokens, tokens, x.table.data()};
+  const Sequence sequence{0, tokens, tokens, x.table.data(), nullptr, false};
   const double time = best(
       [&] {
         attend(a, sequence, x.positions.data(), x.q.data(), 2048, out.data(), 2048, 0, tokens, 0, 16, scratch.data());

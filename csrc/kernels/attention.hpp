@@ -38,30 +38,39 @@ void rotate_head(const float* x, const float* weight, float eps, const float* co
   });
 }
 
+// The lines of a row that is about to be written come from memory meanwhile.
+template <class T>
+[[gnu::always_inline]] inline void fetch_row(const T* row, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + i, 1);
+}
+
 template <class T>
 void rope_write_as(const Attention& op, const float* qkv, int64_t qkv_stride, const int32_t* positions,
-                   const int32_t* slots, T* q_out, int64_t q_stride, int32_t begin, int32_t end) {
+                   const int32_t* slots, T* q_out, int64_t q_stride, int32_t begin, int32_t end, const Heads& heads) {
   const int64_t dim = op.head_dim, kv_dim = op.kv_heads * dim;
+  const int64_t kv_first = heads.kv_begin * dim, kv_count = (heads.kv_end - heads.kv_begin) * dim;
   for (int64_t t = begin; t < end; ++t) {
     const float* q = qkv + t * qkv_stride;
     const float* k = q + op.query_heads * dim;
-    const float* v = k + kv_dim;
+    const float* v = k + kv_dim + kv_first;
     const int64_t angles = int64_t{positions[t]} * (op.rotary_dim / 2);
     const auto rotate = [&](const float* x, const float* weight, T* out) {
       rotate_head(x, weight, op.norm_eps, op.cos + angles, op.sin + angles, op.head_dim, op.rotary_dim, out);
     };
     T* k_out = static_cast<T*>(op.k_cache) + slots[t] * kv_dim;
-    T* v_out = static_cast<T*>(op.v_cache) + slots[t] * kv_dim;
-    for (int64_t h = 0; h < op.query_heads; ++h) rotate(q + h * dim, op.q_norm, q_out + t * q_stride + h * dim);
-    for (int64_t h = 0; h < op.kv_heads; ++h) rotate(k + h * dim, op.k_norm, k_out + h * dim);
-    for_columns(kv_dim, [&](int64_t i, auto... n) { store(v_out + i, load(v + i, n...), n...); });
+    T* v_out = static_cast<T*>(op.v_cache) + slots[t] * kv_dim + kv_first;
+    fetch_row(k_out + kv_first, kv_count), fetch_row(v_out, kv_count);
+    for (int64_t h = heads.query_begin; h < heads.query_end; ++h)
+      rotate(q + h * dim, op.q_norm, q_out + t * q_stride + h * dim);
+    for (int64_t h = heads.kv_begin; h < heads.kv_end; ++h) rotate(k + h * dim, op.k_norm, k_out + h * dim);
+    for_columns(kv_count, [&](int64_t i, auto... n) { store(v_out + i, load(v + i, n...), n...); });
   }
 }
 
 void rope_write(const Attention& op, const float* qkv, int64_t qkv_stride, const int32_t* positions,
-                const int32_t* slots, void* q_out, int64_t q_stride, int32_t begin, int32_t end) {
+                const int32_t* slots, void* q_out, int64_t q_stride, int32_t begin, int32_t end, const Heads& heads) {
   with_row(q_out, op.dtype, 0,
-           [&](auto* q) { rope_write_as(op, qkv, qkv_stride, positions, slots, q, q_stride, begin, end); });
+           [&](auto* q) { rope_write_as(op, qkv, qkv_stride, positions, slots, q, q_stride, begin, end, heads); });
 }
 
 int64_t attend_scratch(const Attention& op) {
@@ -119,12 +128,22 @@ int heads_of(const Group* groups, int count) {
   return groups[count - 1].head + groups[count - 1].heads - groups[0].head;
 }
 
+// The sequence as a pass is to see it that does not do all that is wanted: neighbours are for those that do.
+template <class T>
+Sequence seen_by(const Sequence& sequence, const Wanted<T>& wanted, int heads) {
+  Sequence seen = sequence;
+  if (heads < wanted.head_end - wanted.head_begin) seen.next = nullptr, seen.begun = false;
+  return seen;
+}
+
 template <class T>
 void attend_as(const Attention& op, const Sequence& sequence, const Wanted<T>& wanted, float* scratch) {
-  Pass<T> pass(op, sequence, scratch);
   Group groups[kPassRows];
   for (int head = wanted.head_begin; head < wanted.head_end;) {
     const int count = fill_pass(op, wanted, head, kPassRows, groups), heads = heads_of(groups, count);
+    const bool whole = heads * (wanted.row_end - wanted.row_begin) <= kPassRows;
+    const Sequence seen = seen_by(sequence, wanted, whole ? heads : 0);
+    Pass<T> pass(op, seen, scratch);
     by_tokens(wanted, heads, kPassRows, [&](int token, int tokens) {
       pass.run(wanted.positions, wanted.q, wanted.q_stride, wanted.out, wanted.out_stride, groups, count, token,
                tokens);
@@ -141,11 +160,13 @@ void attend_as(const Attention& op, const Sequence& sequence, const Wanted<Bf16>
   for (int head = wanted.head_begin; head < wanted.head_end;) {
     const int count = fill_pass(op, wanted, head, kFewRows, groups), heads = heads_of(groups, count);
     if (groups[0].heads * (wanted.row_end - wanted.row_begin) <= kFewRows) {
-      FewRows pass(op, sequence, scratch, tiles);
+      const Sequence seen = seen_by(sequence, wanted, heads);
+      FewRows pass(op, seen, scratch, tiles);
       pass.run(wanted.positions, wanted.q, wanted.q_stride, wanted.out, wanted.out_stride, groups, count,
                wanted.row_begin, wanted.row_end - wanted.row_begin);
     } else {
-      ManyRows pass(op, sequence, scratch, tiles);
+      const Sequence alone = seen_by(sequence, wanted, 0);
+      ManyRows pass(op, alone, scratch, tiles);
       by_tokens(wanted, heads, ManyRows::kMany, [&](int token, int tokens) {
         pass.run(wanted.positions, wanted.q, wanted.q_stride, wanted.out, wanted.out_stride, groups[0], token, tokens);
       });

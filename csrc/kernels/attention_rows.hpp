@@ -141,19 +141,16 @@ class Rows {
     }
   }
 
-  // The memory of all groups in block j of the stream: the segment's keys, its values, the next segment's keys.
+  // The memory of all groups in block j of the stream: the segment's keys, its values, the next segment's keys, or,
+  // where there is none, the next sequence's.
   void plan_ahead(int j) {
     const int count = to_ - from_;
     const bool value = j >= count && j < 2 * count;
     const int b = j < count ? from_ + j : value ? from_ + j - count : kSegmentBlocks + j - 2 * count;
     ahead_.row = 0, ahead_.byte = 0, ahead_.due = 0, ahead_.row_end = 0;
+    if (j >= 2 * count && begin_ + kAttentionSegment >= high_) return plan_next(j - 2 * count);
     if (b >= 2 * kSegmentBlocks || begin_ + b * kAttentionBlock >= high_) return;
-    const char* base = static_cast<const char*>(value ? op_.v_cache : op_.k_cache);
-    base += int64_t{first_kv_head_} * op_.head_dim * size_;
-    constexpr int kApart = kAttentionBlock / Ahead::kRows;
-    for (int i = 0; i < kAttentionBlock; ++i)
-      ahead_rows_[i % kApart * Ahead::kRows + i / kApart] = base + offsets_[b * kAttentionBlock + i] * size_;
-    ahead_.rows = ahead_rows_, ahead_.row_end = kAttentionBlock;
+    plan_rows(value ? op_.v_cache : op_.k_cache, [&](int i) { return offsets_[b * kAttentionBlock + i]; });
   }
 
   void fetch_block(int j) {
@@ -162,7 +159,7 @@ class Rows {
   }
 
   // The stream's width, how far ahead it is fetched (16 KiB or a block: more would leave a short
-  // sequence nothing to overlap with), and its beginning.
+  // sequence nothing to overlap with), and its beginning, unless that was fetched beside the sequence before.
   void start_stream() {
     int last = groups_[0].kv_head;
     first_kv_head_ = last;
@@ -173,7 +170,7 @@ class Rows {
     ahead_.bytes = (last + 1 - first_kv_head_) * op_.head_dim * int64_t{size_};
     const int64_t blocks = 16384 / (ahead_.bytes * kAttentionBlock);
     distance_ = blocks < 1 ? 1 : blocks > kSegmentBlocks ? kSegmentBlocks : static_cast<int>(blocks);
-    for (int j = 0; j < distance_; ++j) fetch_block(j);
+    for (int j = 0; j < distance_ && !sequence_.begun; ++j) fetch_block(j);
   }
 
   // Group g's part of it.
@@ -201,7 +198,7 @@ class Rows {
   // Element offsets in the cache of the positions of the segment and, to be fetched ahead, of the next. Beyond the
   // last position that any row sees the last one stands in: its keys are masked, its values are not reached.
   void locate(int seen) {
-    const int64_t slot_size = int64_t{op_.kv_heads} * op_.head_dim;
+    const int64_t slot_size = this->slot_size();
     const int rest = high_ - begin_, count = rest < kLocated ? rest : kLocated, first = from_ * kAttentionBlock;
     int block = (begin_ + first) / op_.block_size, inside = (begin_ + first) % op_.block_size;
     for (int i = first; i < count; ++i) {
@@ -210,6 +207,32 @@ class Rows {
     }
     const int end = seen < kAttentionSegment ? to_ * kAttentionBlock : kLocated;
     for (int i = count; i < end; ++i) offsets_[i] = offsets_[count - 1];
+  }
+
+  int64_t slot_size() const { return int64_t{op_.kv_heads} * op_.head_dim; }
+
+  // offset(i): of position i of the block to fetch, in elements.
+  template <class F>
+  void plan_rows(const void* cache, F offset) {
+    const char* base = static_cast<const char*>(cache) + int64_t{first_kv_head_} * op_.head_dim * size_;
+    constexpr int kApart = kAttentionBlock / Ahead::kRows;
+    for (int i = 0; i < kAttentionBlock; ++i)
+      ahead_rows_[i % kApart * Ahead::kRows + i / kApart] = base + offset(i) * size_;
+    ahead_.rows = ahead_rows_, ahead_.row_end = kAttentionBlock;
+  }
+
+  // Block j of the keys of the sequence after this one.
+  void plan_next(int j) {
+    if (sequence_.next == nullptr) return;
+    const Sequence& next = *sequence_.next;
+    const int seen = next.kv_len - (next.row_end - next.row_begin) + 1;  // by its first row
+    const int low = op_.window > 0 && seen > op_.window ? seen - op_.window : 0;
+    const int first = (low / kAttentionBlock + j) * kAttentionBlock, last = next.kv_len - 1;
+    if (first > last) return;
+    plan_rows(op_.k_cache, [&](int i) {
+      const int at = first + i < last ? first + i : last;
+      return (int64_t{next.blocks[at / op_.block_size]} * op_.block_size + at % op_.block_size) * slot_size();
+    });
   }
 
   template <class T>

@@ -171,17 +171,24 @@ struct Attention {
   int32_t block_size;
 };
 
-// For tokens [begin, end): q and k of qkv [T, qkv_stride] (q heads | k heads | v heads, float32) are normalized head
-// by head, rotated (the first half of the rotary columns against their second half), rounded; k and v go to the
-// token's slot, q to q_out [T, query_heads * head_dim] in the cache's dtype.
+// Query heads, and KV heads, from one to another.
+struct Heads {
+  int32_t query_begin, query_end, kv_begin, kv_end;
+};
+// For some heads of tokens [begin, end): q and k of qkv [T, qkv_stride] (q heads | k heads | v heads, float32) are
+// normalized head by head, rotated (the first half of the rotary columns against their second half), rounded; k and v
+// go to the token's slot, q to q_out [T, query_heads * head_dim] in the cache's dtype.
 using RopeWriteFn = void (*)(const Attention&, const float* qkv, int64_t qkv_stride, const int32_t* positions,
-                             const int32_t* slots, void* q_out, int64_t q_stride, int32_t begin, int32_t end);
+                             const int32_t* slots, void* q_out, int64_t q_stride, int32_t begin, int32_t end,
+                             const Heads& heads);
 
 // One sequence's step: its tokens' rows of q and out, their positions (consecutive), and its block table.
 struct Sequence {
   int32_t row_begin, row_end;  // in T
   int32_t kv_len;              // positions in the cache, this step's included
   const int32_t* blocks;
+  const Sequence* next;  // whose K the same thread will read next, for the same heads; null: nobody knows
+  bool begun;            // this one has been some call's next: its first K is on its way
 };
 // out[row, head] (columns head * head_dim..., in the cache's dtype, [T, out_stride]) for the rows [row_begin, row_end)
 // of the sequence and heads [head_begin, head_end). scratch: attention_scratch floats. Reads positions in blocks of 32

@@ -168,26 +168,40 @@ struct AttentionOp final : Operator {
   static constexpr int32_t kRows = 128;  // rows of a work item: they read K and V once
   int qkv, q, out;
   Attention attention;
-  std::vector<std::vector<float>> scratch;        // one a thread
-  std::vector<std::pair<int32_t, int32_t>> groups;  // query heads that read the same KV head
+  std::vector<std::vector<float>> scratch;  // one a thread
+  std::vector<Heads> groups;                // query heads that read the same KV head, and that one
+  bool ascending;                           // each KV head is read by one group, in order
 
+  // Where each sequence is one block of rows, whoever attends writes K and V too: no thread waits for another, and what
+  // was written is near. A longer one reads K and V from the blocks of rows before; those are all written first.
   void run(Program& p, const Step& step) override {
-    const Buffer &in = p.buffer(qkv), &rotated = p.buffer(q), &result = p.buffer(out);
-    over_rows(p.pool, step.token_count, in.columns, [&](int64_t a, int64_t b) {
-      p.k.rope_write(attention, reinterpret_cast<const float*>(in.data), in.stride, step.positions, step.slots,
-                     rotated.data, rotated.stride, static_cast<int32_t>(a), static_cast<int32_t>(b));
-      pad(result, a, b);
-    });
+    const Buffer &in = p.buffer(qkv), &result = p.buffer(out);
     int64_t blocks = 0;
-    for (int32_t s = 0; s < step.sequences; ++s) blocks += blocks_of(step, s);
+    bool single = ascending;
+    for (int32_t s = 0; s < step.sequences; ++s) blocks += blocks_of(step, s), single &= blocks_of(step, s) <= 1;
     if (!blocks) return;
+    if (!single) {
+      over_rows(p.pool, step.token_count, in.columns, [&](int64_t a, int64_t b) {
+        const Heads all{0, attention.query_heads, 0, attention.kv_heads};
+        write(p, step, static_cast<int32_t>(a), static_cast<int32_t>(b), all);
+        pad(result, a, b);
+      });
+    }
     // A call reads K and V of adjacent heads in longer runs the more heads it has: no more parts than threads need.
     const auto parts = std::min<int64_t>(static_cast<int64_t>(groups.size()), (p.pool.threads() + blocks - 1) / blocks);
     std::atomic<int64_t> next{0};  // which thread takes which item changes no result
-    p.pool.run([&](int thread, int) { work(p, step, next, parts, scratch[static_cast<size_t>(thread)].data()); });
+    p.pool.run([&](int thread, int) {
+      work(p, step, next, blocks * parts, parts, single, scratch[static_cast<size_t>(thread)].data());
+    });
   }
 
  private:
+  void write(Program& p, const Step& step, int32_t begin, int32_t end, const Heads& heads) {
+    const Buffer &in = p.buffer(qkv), &rotated = p.buffer(q);
+    p.k.rope_write(attention, reinterpret_cast<const float*>(in.data), in.stride, step.positions, step.slots,
+                   rotated.data, rotated.stride, begin, end, heads);
+  }
+
   static void pad(const Buffer& result, int64_t a, int64_t b) {
     const size_t size = bytes_of(result.dtype), used = static_cast<size_t>(result.columns) * size;
     if (result.columns == result.stride) return;
@@ -199,26 +213,66 @@ struct AttentionOp final : Operator {
     return (step.row_starts[s + 1] - step.row_starts[s] + kRows - 1) / kRows;
   }
 
-  // Items are (sequence, block of rows, part of the heads), taken in order by whichever thread is free: of a sequence
-  // the last rows first, since they see most and would leave the other threads idle at the end.
-  void work(Program& p, const Step& step, std::atomic<int64_t>& next, int64_t parts, float* mine) {
-    const Buffer &rotated = p.buffer(q), &result = p.buffer(out);
-    int64_t item = next.fetch_add(1, std::memory_order_relaxed), first = 0;
-    for (int32_t s = 0; s < step.sequences; ++s) {
-      const int32_t begin = step.row_starts[s], end = step.row_starts[s + 1];
-      const int64_t items = blocks_of(step, s) * parts;
-      const Sequence sequence{begin, end, step.kv_lens[s], step.blocks + step.block_starts[s]};
-      while (item < first + items) {
-        const auto block = static_cast<int32_t>(blocks_of(step, s) - 1 - (item - first) / parts);
-        const auto [a, b] = share(static_cast<int64_t>(groups.size()), static_cast<int>((item - first) % parts),
-                                  static_cast<int>(parts));
-        p.k.attend(attention, sequence, step.positions, rotated.data, rotated.stride, result.data, result.stride,
-                   begin + block * kRows, std::min(end, begin + (block + 1) * kRows),
-                   groups[static_cast<size_t>(a)].first, groups[static_cast<size_t>(b - 1)].second, mine);
-        item = next.fetch_add(1, std::memory_order_relaxed);
-      }
-      first += items;
+  // A work item: a block of a sequence's rows, for a part of the heads.
+  struct Item {
+    Sequence sequence;
+    int32_t begin, end;  // rows
+    int64_t part;
+  };
+
+  // Items in order: of a sequence the last rows first, since they see most and would leave the other threads idle at
+  // the end. Asked for ascending numbers only.
+  class Items {
+   public:
+    Items(const Step& step, int64_t parts) : step_(step), parts_(parts) {}
+
+    bool find(int64_t number, Item& item) {
+      while (s_ < step_.sequences && number >= first_ + blocks_of(step_, s_) * parts_)
+        first_ += blocks_of(step_, s_++) * parts_;
+      if (s_ == step_.sequences) return false;
+      const int32_t begin = step_.row_starts[s_], end = step_.row_starts[s_ + 1];
+      const int64_t block = blocks_of(step_, s_) - 1 - (number - first_) / parts_;
+      item.sequence = {begin, end, step_.kv_lens[s_], step_.blocks + step_.block_starts[s_], nullptr, false};
+      item.part = (number - first_) % parts_;
+      item.begin = static_cast<int32_t>(begin + block * kRows), item.end = std::min(end, item.begin + kRows);
+      return true;
     }
+
+   private:
+    const Step& step_;
+    const int64_t parts_;
+    int32_t s_ = 0;
+    int64_t first_ = 0;  // of sequence s_
+  };
+
+  // Each thread takes the next item that is left; where items are single sequences and others are left for the other
+  // threads, one ahead, so that the next one's K is on its way while this one ends.
+  void work(Program& p, const Step& step, std::atomic<int64_t>& next, int64_t count, int64_t parts, bool single,
+            float* mine) {
+    Items items(step, parts);
+    Item item, then;
+    const auto take = [&](Item& to) { return items.find(next.fetch_add(1, std::memory_order_relaxed), to); };
+    for (bool some = take(item); some;) {
+      const bool ahead = single && count - next.load(std::memory_order_relaxed) >= p.pool.threads();
+      if (ahead) some = take(then);
+      const bool follows = ahead && some && then.part == item.part;
+      item.sequence.next = follows ? &then.sequence : nullptr;
+      attend(p, step, item, parts, single, mine);
+      if (ahead) item = then, item.sequence.begun = follows;
+      else some = take(item);
+    }
+  }
+
+  void attend(Program& p, const Step& step, const Item& item, int64_t parts, bool writes, float* mine) {
+    const Buffer &rotated = p.buffer(q), &result = p.buffer(out);
+    const auto [a, b] = share(static_cast<int64_t>(groups.size()), static_cast<int>(item.part), static_cast<int>(parts));
+    const Heads &first = groups[static_cast<size_t>(a)], &last = groups[static_cast<size_t>(b - 1)];
+    if (writes) {
+      write(p, step, item.begin, item.end, {first.query_begin, last.query_end, first.kv_begin, last.kv_end});
+      if (item.part == 0) pad(result, item.begin, item.end);
+    }
+    p.k.attend(attention, item.sequence, step.positions, rotated.data, rotated.stride, result.data, result.stride,
+               item.begin, item.end, first.query_begin, last.query_end, mine);
   }
 };
 

@@ -242,10 +242,12 @@ int Program::attention(int qkv, const Attention& attention, const std::vector<in
   op.qkv = qkv, op.attention = attention;
   op.attention.kv_map = kv_maps_.back()->data();
   for (int32_t head = 0; head < attention.query_heads; ++head) {
-    const bool same = head && kv_map[static_cast<size_t>(head)] == kv_map[static_cast<size_t>(head) - 1];
-    if (same) op.groups.back().second = head + 1;
-    else op.groups.emplace_back(head, head + 1);
+    const int32_t kv = kv_map[static_cast<size_t>(head)];
+    const bool same = head && kv == op.groups.back().kv_begin;
+    if (same) op.groups.back().query_end = head + 1;
+    else op.groups.push_back({head, head + 1, kv, kv + 1});
   }
+  op.ascending = std::is_sorted(kv_map.begin(), kv_map.end());
   op.scratch.assign(static_cast<size_t>(pool.threads()), std::vector<float>(static_cast<size_t>(k.attend_scratch(attention))));
   const int64_t columns = int64_t{attention.query_heads} * attention.head_dim;
   wide(qkv, "attention");
