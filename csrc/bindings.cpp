@@ -189,11 +189,11 @@ void bind_program(nb::module_& m) {
   nb::class_<Program>(m, "Program")
       .def("__init__",
            [](Program* self, const KernelSet& kernels, Pool& pool, ShmComm* comm, int64_t tokens, int64_t rows,
-              int64_t two_shot_from, const std::string& dtype) {
-             new (self) Program(*kernels.table, pool, comm, tokens, rows, two_shot_from, dtype_of(dtype));
+              int64_t two_shot_from, int64_t apart_from, const std::string& dtype) {
+             new (self) Program(*kernels.table, pool, comm, tokens, rows, two_shot_from, apart_from, dtype_of(dtype));
            },
-           "kernels"_a, "pool"_a, "comm"_a.none(), "max_tokens"_a, "max_logit_rows"_a, "two_shot_from"_a, "dtype"_a,
-           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
+           "kernels"_a, "pool"_a, "comm"_a.none(), "max_tokens"_a, "max_logit_rows"_a, "two_shot_from"_a,
+           "apart_from"_a, "dtype"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
       .def("embed", &Program::embed)
       .def("norm", &Program::norm)
       .def("linear", &Program::linear, "x"_a, "weight"_a, "bias"_a.none())

@@ -206,6 +206,8 @@ SPECS: dict[str, Spec] = {
         "phi3", _heads(9, 3, 32, vocab_size=32001, intermediate_size=289, partial_rotary_factor=0.75)
     ),
     "split-text": Spec(config=_heads(4, 2, 32, tie_word_embeddings=True), tokenizer=True),
+    # 256 rows of it fill a slot of the shared segment.
+    "split-wide": Spec("qwen3", _heads(8, 2, 32, hidden_size=1024, intermediate_size=320, max_position_embeddings=512)),
     # For GGUF: rows are whole blocks of 32.
     "gguf-llama": Spec(config=_heads(6, 2, 32, hidden_size=96, intermediate_size=224, vocab_size=300)),
     "gguf-rope3": Spec(config=_heads(4, 2, 16, rope_parameters=LLAMA3, tie_word_embeddings=True)),

@@ -83,6 +83,8 @@ struct Buffer {
   int64_t rows;    // at most
   bool logit_rows;  // its rows are those that want logits, not all tokens
   bool padded;     // the columns from `columns` to `stride` are zeros, as a linear needs them
+  int64_t widest = 0;  // of the reductions that add to it, the most nodes of a rank; 0: none does
+  bool whole = false;  // another operator touches it after a reduction, and needs all its rows
   char* data = nullptr;
   int first_use = -1, last_use = -1;
 

@@ -1,28 +1,12 @@
-// The operators in which the ranks meet. A group of one takes the same code with its own memory for the only slot.
+// The operators in which the ranks meet, but reductions.
 #pragma once
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <vector>
 
-#include "comm/region.hpp"
-#include "program/operators.hpp"
+#include "program/exchange.hpp"
 
 namespace serried {
-
-// Runs one exchange: write(slot) fills this rank's slot, then read(peers) uses all ranks' slots. more: see begin.
-template <class Write, class Read>
-void exchange(Program& p, Op op, size_t bytes, bool more, Write&& write, Read&& read) {
-  write(static_cast<char*>(p.comm->begin(op, bytes, more)));
-  p.comm->post();
-  const int64_t before = now_ns();
-  p.comm->wait();
-  const int64_t arrived = now_ns();
-  p.times.wait += arrived - before;
-  read();
-  p.comm->end();
-  p.times.exchange += now_ns() - arrived;
-}
 
 // The embeddings of the step's tokens: each rank brings the rows that it owns, everybody takes each from its owner.
 struct EmbedOp final : Operator {
@@ -69,113 +53,6 @@ struct EmbedOp final : Operator {
     if (scale == 1.0f) return;
     for (int64_t i = 0; i < weight.columns; ++i) out[i] *= scale;
   }
-};
-
-// Folds the nodes of all ranks in the plan's order; then residual and norm, or (no residual) the fold alone. Nodes go
-// into slots as [node][token][column], so that all slots have one stride. Long messages go in pieces of a slot.
-struct ReduceOp final : Operator {
-  int nodes, residual, y;
-  Plan plan;
-  ReduceAddNorm args;
-
-  void run(Program& p, const Step& step) override {
-    args.adds = plan.adds.data();
-    p.ranks() == 1 ? alone(p, step) : together(p, step);
-  }
-
- private:
-  void finish(Program& p, const ReduceAddNorm& how, const float* const* slots, int64_t stride, int64_t row,
-              int64_t rows) {
-    const Buffer& out = p.buffer(y);
-    if (residual < 0) {
-      p.k.fold(how, slots, stride, out.row<float>(row), out.stride, rows);
-    } else {
-      const Buffer& r = p.buffer(residual);
-      p.k.reduce_add_norm(how, slots, stride, r.row<float>(row), r.stride, out.row<char>(row), out.dtype, out.stride,
-                          rows);
-    }
-  }
-
-  // Folds rows [0, rows) of the slots into rows from `first` on, shared among the threads.
-  void fold_all(Program& p, const float* const* slots, int64_t stride, int64_t first, int64_t rows) {
-    over_rows(p.pool, rows, args.columns * args.count, [&](int64_t a, int64_t b) {
-      const float* moved[kMaxSlots];
-      for (int32_t s = 0; s < args.count; ++s) moved[s] = slots[s] + a * stride;
-      finish(p, args, moved, stride, first + a, b - a);
-    });
-  }
-
-  void alone(Program& p, const Step& step) {
-    const Buffer& in = p.buffer(nodes);
-    const int64_t width = in.stride / args.count;
-    const float* slots[kMaxSlots];
-    for (int32_t s = 0; s < args.count; ++s) slots[s] = in.row<float>(0) + s * width;
-    fold_all(p, slots, in.stride, 0, step.token_count);
-  }
-
-  void together(Program& p, const Step& step) {
-    const int32_t most = *std::max_element(plan.counts.begin(), plan.counts.end());
-    const auto row = static_cast<size_t>(args.columns) * sizeof(float);
-    const auto piece = static_cast<int64_t>(p.comm->slot_bytes() / (row * static_cast<size_t>(most)));
-    for (int64_t first = 0; first < step.token_count; first += piece) {
-      const int64_t rows = std::min<int64_t>(piece, step.token_count - first);
-      const bool two_shot = static_cast<int64_t>(row) * rows * most >= p.two_shot_from;
-      exchange(
-          p, Op::kReduceNodes, row * static_cast<size_t>(rows * own(p)), first > 0,
-          [&](char* slot) { bring(p, slot, first, rows); },
-          [&] {
-            const float* slots[kMaxSlots];
-            int32_t s = 0;
-            for (int rank = 0; rank < p.ranks(); ++rank)
-              for (int32_t n = 0; n < plan.counts[static_cast<size_t>(rank)]; ++n)
-                slots[s++] = static_cast<const float*>(p.comm->peer(rank)) + n * rows * args.columns;
-            two_shot ? share_fold(p, slots, first, rows) : fold_all(p, slots, args.columns, first, rows);
-          });
-    }
-  }
-
-  int32_t own(const Program& p) const { return plan.counts[static_cast<size_t>(p.rank())]; }
-
-  // This rank's nodes of some rows, node by node.
-  void bring(Program& p, char* slot, int64_t first, int64_t rows) {
-    const Buffer& in = p.buffer(nodes);
-    const auto row = static_cast<size_t>(args.columns) * sizeof(float);
-    const int64_t width = own(p) ? in.stride / own(p) : 0;
-    over_rows(p.pool, rows, args.columns * own(p), [&](int64_t a, int64_t b) {
-      for (int32_t n = 0; n < own(p); ++n)
-        for (int64_t r = a; r < b; ++r)
-          std::memcpy(slot + static_cast<size_t>(n * rows + r) * row, in.row<float>(first + r) + n * width, row);
-    });
-  }
-
-  // The second shot: each rank folds a share of the rows (the bias goes in there) and everybody takes all shares. The
-  // same additions in the same order as in one shot.
-  void share_fold(Program& p, const float* const* slots, int64_t first, int64_t rows) {
-    const int64_t columns = args.columns;
-    const auto part = [&](int rank) { return share(rows, rank, p.ranks()); };
-    const auto [begin, end] = part(p.rank());
-    auto* mine = static_cast<float*>(p.comm->next());
-    over_rows(p.pool, end - begin, columns * args.count, [&, start = begin](int64_t a, int64_t b) {
-      const float* moved[kMaxSlots];
-      for (int32_t s = 0; s < args.count; ++s) moved[s] = slots[s] + (start + a) * columns;
-      p.k.fold(args, moved, columns, mine + a * columns, columns, b - a);
-    });
-    p.comm->post();
-    p.comm->wait();
-    ReduceAddNorm whole = args;  // nothing left to add but the residual
-    whole.add_count = 0, whole.count = 1, whole.result = 0, whole.bias = nullptr;
-    for (int rank = 0; rank < p.ranks(); ++rank) {
-      const auto [from, to] = part(rank);
-      const auto* folded = static_cast<const float*>(p.comm->peer(rank));
-      over_rows(p.pool, to - from, columns, [&, start = from](int64_t a, int64_t b) {
-        const float* slot = folded + a * columns;
-        finish(p, whole, &slot, columns, first + start + a, b - a);
-      });
-    }
-  }
-
- public:
-  static constexpr int32_t kMaxSlots = 128;
 };
 
 // The columns of all ranks side by side (gather_output).

@@ -50,17 +50,31 @@ inline void run_linear(const Kernels& k, Pool& pool, const Linear& linear, Forma
   });
 }
 
+// Whoever takes the rows of a linear, and may want to have them computed when and where it suits him.
+class Taker {
+ public:
+  virtual ~Taker() = default;
+  virtual bool asks_for_rows(const Program& p, const Step& step) const = 0;
+};
+
 struct LinearOp final : Operator {
   int x, y;
   Format format;
   Linear linear;
   std::vector<Leaf> leaves;
+  const Taker* taker = nullptr;
 
   void run(Program& p, const Step& step) override {
-    const Buffer &in = p.buffer(x), &out = p.buffer(y);
+    const Buffer& out = p.buffer(y);
+    if (taker && taker->asks_for_rows(p, step)) return;
+    rows(p, 0, step.token_count, out.row<float>(0), out.stride / linear.nodes);
+  }
+
+  // Rows [begin, end), the first of them at `to`; stride: of a node.
+  void rows(Program& p, int64_t begin, int64_t end, float* to, int64_t stride) {
+    const Buffer& in = p.buffer(x);
     linear.leaves = leaves.data();
-    run_linear(p.k, p.pool, linear, format, in.data, in.stride, reinterpret_cast<float*>(out.data),
-               out.stride / linear.nodes, step.token_count);
+    run_linear(p.k, p.pool, linear, format, in.row<char>(begin), in.stride, to, stride, static_cast<int32_t>(end - begin));
   }
 };
 

@@ -11,6 +11,7 @@
 
 #include "program/comm_operators.hpp"
 #include "program/operators.hpp"
+#include "program/reduce_operator.hpp"
 
 namespace serried {
 namespace {
@@ -61,11 +62,12 @@ class OnItsCore {
 }  // namespace
 
 Program::Program(const Kernels& kernels, Pool& pool, ShmComm* comm, int64_t max_tokens, int64_t max_logit_rows,
-                 int64_t two_shot_from, Dtype dtype)
+                 int64_t two_shot_from, int64_t apart_from, Dtype dtype)
     : k(kernels),
       pool(pool),
       comm(comm),
       two_shot_from(two_shot_from),
+      apart_from(apart_from),
       max_tokens_(max_tokens),
       max_logit_rows_(max_logit_rows),
       dtype_(dtype) {}
@@ -112,8 +114,10 @@ const Buffer& Program::wide(int x, const char* what) {
   return buffer(x);
 }
 
-void Program::use(int index) {
+// whole: whoever uses it needs all rows.
+void Program::use(int index, bool whole) {
   Buffer& buffer = buffers_.at(static_cast<size_t>(index));
+  if (whole && buffer.widest) buffer.whole = true;
   const int now = static_cast<int>(operators_.size());
   if (buffer.first_use < 0) buffer.first_use = now;
   buffer.last_use = now;
@@ -206,7 +210,13 @@ int Program::reduce_add_norm(int nodes, const Plan& plan, const Weight* bias, in
   ReduceOp op = reduction(comm, nodes, plan, bias, columns);
   op.residual = residual, op.args.weight = static_cast<const float*>(weight.data), op.args.eps = eps;
   const int y = op.y = make_open(columns);
-  record({nodes, residual, y}, std::move(op));
+  use(residual, false);
+  Buffer& sum = buffer(residual);
+  sum.widest = std::max<int64_t>(sum.widest, *std::max_element(plan.counts.begin(), plan.counts.end()));
+  auto* source = operators_.empty() ? nullptr : dynamic_cast<LinearOp*>(operators_.back().get());
+  if (source && source->y == nodes) op.source = source, use(source->x);
+  record({nodes, y}, std::move(op));
+  if (auto& taker = static_cast<ReduceOp&>(*operators_.back()); taker.source) source->taker = &taker;
   return y;
 }
 

@@ -75,9 +75,10 @@ class Operator {
 
 class Program {
  public:
-  // two_shot_from: bytes (of the rank with most) from which a reduction goes in two shots. dtype: of activations.
+  // two_shot_from, apart_from: bytes (of the rank with most) from which a reduction goes in two shots, and from which
+  // the rows of its residual stay apart (see reduce_operator.hpp). dtype: of activations.
   Program(const Kernels& kernels, Pool& pool, ShmComm* comm, int64_t max_tokens, int64_t max_logit_rows,
-          int64_t two_shot_from, Dtype dtype);
+          int64_t two_shot_from, int64_t apart_from, Dtype dtype);
 
   // Recording: each makes an operator and gives the number of the buffer that it writes. What a norm, gated or columns
   // writes is open until its first consumer says what it takes: a linear the dtype that its weight multiplies with.
@@ -108,8 +109,9 @@ class Program {
   const Kernels& k;
   Pool& pool;
   ShmComm* comm;
-  const int64_t two_shot_from;
+  const int64_t two_shot_from, apart_from;
   Buffer& buffer(int index) { return buffers_[static_cast<size_t>(index)]; }
+  const Buffer& buffer(int index) const { return buffers_[static_cast<size_t>(index)]; }
   int rank() const { return comm ? comm->rank() : 0; }
   int ranks() const { return comm ? comm->size() : 1; }
   int64_t buffer_bytes() const;
@@ -121,7 +123,7 @@ class Program {
   Dtype settle(int x, Dtype wanted);
   int ready(int x, Dtype dtype);
   const Buffer& wide(int x, const char* what);
-  void use(int index);
+  void use(int index, bool whole = true);
   template <class Op>
   void record(std::vector<int> reads, Op op);
 

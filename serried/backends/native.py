@@ -26,6 +26,7 @@ from serried.errors import RankFailed
 from serried.kv.cache import CacheShape
 from serried.parallel.comm import Communicator
 from serried.parallel.reduction import ReductionPlan, Span
+from serried.parallel.select import Operation
 from serried.quant.method import Method
 from serried.quant.rows import QuantizedRows
 from serried.weights.checkpoint import Array
@@ -132,7 +133,7 @@ class NativeBackend:
     def compile(self, forward: Callable[[Backend], Any]) -> NativeProgram:
         native = getattr(self.comm, "native", None)
         budget = self._max_tokens
-        self._program = core.Program(self.kernels, self.pool, native, budget, budget, self._two_shot_from(), self.dtype)
+        self._program = core.Program(self.kernels, self.pool, native, budget, budget, *self._shots(), self.dtype)
         forward(self)
         self._program.finish()
         counted = dict(self._reductions) if native is None else {}  # a ShmComm knows what its C++ has done
@@ -215,14 +216,18 @@ class NativeBackend:
         self._program.logits(x, weight.value, softcap)
         self._own_vocab = weight.shape[0]
 
-    def _two_shot_from(self) -> int:
-        """The bytes from which a reduction goes in two shots: by the group's table, unless the user has decided."""
+    def _shots(self) -> tuple[int, int]:
+        """The bytes from which a reduction goes in two shots, alone and where a residual and a norm follow."""
+        return self._two_shot_from("reduce_nodes"), self._two_shot_from("reduce_add_norm")
+
+    def _two_shot_from(self, operation: Operation) -> int:
+        """By the group's table, unless the user has decided."""
         comm: Any = self.comm
         if comm.size == 1 or comm.algorithm == "one-shot":
             return NEVER
         if comm.algorithm == "two-shot":
             return 0
-        threshold = comm.table.two_shot_from("reduce_nodes", comm.size)
+        threshold = comm.table.two_shot_from(operation, comm.size)
         return NEVER if threshold is None else int(threshold)
 
     def _plan(self, plan: ReductionPlan) -> Any:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 from serried.errors import InputError
 
 Algorithm = Literal["one-shot", "two-shot", "ring"]
-Operation = Literal["all_reduce", "reduce_nodes"]
+Operation = Literal["all_reduce", "reduce_nodes", "reduce_add_norm"]
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 CHOICES: tuple[str, ...] = ("auto", *ALGORITHMS)  # of --allreduce-algorithm
@@ -47,7 +47,8 @@ class AlgorithmTable:
 
 # One-shot reads what all ranks brought, on every rank: N times the bytes, and one synchronisation. Two-shot reads them
 # once, and the folded shares once more, for a second synchronisation of about a microsecond. Between two ranks both
-# move the same bytes.
+# move the same bytes. Where a residual and a norm follow (reduce_add_norm), the second shot takes the result of the norm
+# in the dtype of the next linear, half the bytes or less, and no rank adds and normalizes what another one does.
 DEFAULT_TABLE = AlgorithmTable(
     (
         Switch("all_reduce", 3, 64 << 10),
@@ -56,6 +57,7 @@ DEFAULT_TABLE = AlgorithmTable(
         Switch("reduce_nodes", 3, 128 << 10),
         Switch("reduce_nodes", 5, 64 << 10),
         Switch("reduce_nodes", 9, 32 << 10),
+        Switch("reduce_add_norm", 2, 128 << 10),
     )
 )
 

@@ -545,7 +545,7 @@ def test_an_unknown_activation(name: str) -> None:
 def test_surveys_are_numpys(isa: str, own: int) -> None:
     """Places, counts and sums of some rows, with many equals and what is no number or -inf; noise too."""
     store = NativeBackend("float32", 2, LocalComm(), 4, isa=isa)
-    native = core.Program(store.kernels, store.pool, None, 4, 4, NEVER, "float32")
+    native = core.Program(store.kernels, store.pool, None, 4, 4, NEVER, NEVER, "float32")
     program, plain = NativeProgram(native, store.kernels, LocalComm(), own, {}), NumpyChoices()
     rng = np.random.default_rng(own)
     logits = (rng.standard_normal((3, own)) * 4).round().astype(np.float32)
