@@ -18,7 +18,7 @@ class StepInput:
     tokens, positions, slots: [T] token ids, positions in their sequences, cache slots (block * block size + offset)
     that their K and V go to.
     row_starts: [R + 1] where each sequence's tokens begin in T. kv_lens: [R] how many positions of each sequence the
-    cache holds once this step's are written.
+    cache holds once this step's are written; of these, no sequence reads what another one writes in the same step.
     block_starts: [R + 1] where each sequence's blocks begin in `blocks`, its block table: [B] cache blocks in order.
     logit_rows: [Q] the rows of T whose logits are wanted, ascending. picks: how their tokens are chosen, where all that
     is wanted of every row is a token that one candidate of each rank is enough for: [6 Q], see picks.py. sampling: else

@@ -47,8 +47,8 @@ class AlgorithmTable:
 
 # One-shot reads what all ranks brought, on every rank: N times the bytes, and one synchronisation. Two-shot reads them
 # once, and the folded shares once more, for a second synchronisation of about a microsecond. Between two ranks both
-# move the same bytes. Where a residual and a norm follow (reduce_add_norm), the second shot takes the result of the norm
-# in the dtype of the next linear, half the bytes or less, and no rank adds and normalizes what another one does.
+# move the same bytes. Where a residual and a norm follow (reduce_add_norm), the second shot takes what the norm gives,
+# in the dtype of the next linear: half the bytes or less, and no rank adds and normalizes what another one does.
 DEFAULT_TABLE = AlgorithmTable(
     (
         Switch("all_reduce", 3, 64 << 10),

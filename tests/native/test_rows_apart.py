@@ -1,4 +1,4 @@
-"""Where the rows of the residual stay with one rank each, and their linears are computed for who keeps them: same bits."""
+"""The residual's rows stay with one rank each, and linears are computed for whoever keeps the row: the same bits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def reduced_bytes(executor: Executor, chunk: int) -> int:
 
 
 def test_what_is_sent(engines: dict[str, Executor]) -> None:
-    """Long prompts go apart by themselves, and send the sums of half the rows; short steps do so where they are told."""
+    """Long prompts go apart by themselves, and send the sums of half the rows; short steps where they are told."""
     whole = 2 * 2 * sum(LENGTHS) * 1024 * 4  # layers, reductions
     assert reduced_bytes(engines["2, together"], 1000) == whole
     assert reduced_bytes(engines["2, auto"], 1000) == whole // 2
