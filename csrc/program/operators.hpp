@@ -10,7 +10,7 @@
 
 namespace serried {
 
-constexpr int64_t kAlone = 16384;   // elements that one thread does faster than two meet
+constexpr int64_t kAlone = 4096;   // elements that one thread does faster than two meet
 constexpr int32_t kTokenBlock = 64;  // rows of a linear's work item where there are more
 
 inline std::pair<int64_t, int64_t> share(int64_t count, int thread, int threads) {
