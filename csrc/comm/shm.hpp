@@ -63,6 +63,8 @@ class ShmComm {
   void* next();
   void post();
   void wait();
+  // Time that was spent otherwise since the first post, and is no part of what the operation costs.
+  void leave_out(int64_t ns) { started_ += ns; }
   // Only until `peer` has posted: for algorithms among neighbours. The last step of an operation must wait for all.
   void wait_for(int peer);
   // A rank's slot in the step that was begun last.

@@ -12,8 +12,10 @@ namespace serried {
 template <class Meanwhile>
 int64_t meet(Program& p, Meanwhile&& meanwhile) {
   p.comm->post();
+  const int64_t posted = now_ns();
   meanwhile();
   const int64_t before = now_ns();
+  p.comm->leave_out(before - posted);
   p.comm->wait();
   const int64_t arrived = now_ns();
   p.times.wait += arrived - before;

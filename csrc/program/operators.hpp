@@ -10,7 +10,7 @@
 
 namespace serried {
 
-constexpr int64_t kAlone = 4096;   // elements that one thread does faster than two meet
+constexpr int64_t kAlone = 4096;    // elements that one thread does faster than two meet
 constexpr int32_t kTokenBlock = 64;  // rows of a linear's work item where there are more
 
 inline std::pair<int64_t, int64_t> share(int64_t count, int thread, int threads) {
@@ -50,7 +50,7 @@ inline void run_linear(const Kernels& k, Pool& pool, const Linear& linear, Forma
   });
 }
 
-// Whoever takes the rows of a linear, and may want to have them computed when and where it suits him.
+// What takes the rows of a linear, and may ask for them itself: when and where it needs them.
 class Taker {
  public:
   virtual ~Taker() = default;
@@ -73,8 +73,9 @@ struct LinearOp final : Operator {
   // Rows [begin, end), the first of them at `to`; stride: of a node.
   void rows(Program& p, int64_t begin, int64_t end, float* to, int64_t stride) {
     const Buffer& in = p.buffer(x);
+    const auto count = static_cast<int32_t>(end - begin);
     linear.leaves = leaves.data();
-    run_linear(p.k, p.pool, linear, format, in.row<char>(begin), in.stride, to, stride, static_cast<int32_t>(end - begin));
+    if (count) run_linear(p.k, p.pool, linear, format, in.row<char>(begin), in.stride, to, stride, count);
   }
 };
 

@@ -13,7 +13,7 @@ namespace serried {
 // into slots as [node][token][column], so that all slots have one stride. Long messages go in pieces of a slot.
 //
 // The rows of a residual that only reductions read may stay apart: rank r keeps those of share(tokens, r, ranks), folds,
-// adds and normalizes them alone, and everybody takes the result from it, which for bf16 is half of what the sums are.
+// adds and normalizes them alone, and everybody takes the result from it, which in bf16 is half of what the sums are.
 // That is sequence parallelism (Korthikanti et al. 2022): a reduce-scatter, the norm, an all-gather. No bit changes.
 // Of a prompt, the rows that others keep are computed first, into the slot; they can be read while the own ones are.
 struct ReduceOp final : Operator, Taker {
@@ -126,7 +126,9 @@ struct ReduceOp final : Operator, Taker {
   bool stays_apart(const Program& p, const Step& step) const {
     if (residual < 0) return false;
     const Buffer& r = p.buffer(residual);
-    return !r.whole && step.token_count * r.widest * args.columns * int64_t{sizeof(float)} >= p.apart_from;
+    const int64_t token = r.widest * args.columns * int64_t{sizeof(float)};
+    return !r.whole && token * p.ranks() <= static_cast<int64_t>(p.comm->slot_bytes()) &&
+           token * step.token_count >= p.apart_from;
   }
 
   // Rows of the step: those that a rank keeps, in one piece.
@@ -134,56 +136,6 @@ struct ReduceOp final : Operator, Taker {
     int64_t begin, end;
     int64_t rows() const { return end - begin; }
   };
-
-  void apart(Program& p, const Step& step) {
-    const Buffer& out = p.buffer(y);
-    const Apart how(p, *this);
-    const bool asked = source && asks_for_rows(p, step);
-    const int64_t longest = (step.token_count + p.ranks() - 1) / p.ranks();
-    for (int64_t first = 0; first < longest; first += how.piece) {
-      const auto part = [&](int rank) {
-        const auto [begin, end] = share(step.token_count, rank, p.ranks());
-        return Part{std::min(begin + first, end), std::min(begin + first + how.piece, end)};
-      };
-      const Part mine = part(p.rank());
-      int64_t brought = how.direct ? -mine.rows() : 0;
-      for (int rank = 0; rank < p.ranks(); ++rank) brought += part(rank).rows();
-      exchange(
-          p, Op::kReduceNodes, static_cast<size_t>(brought * own(p)) * how.row, first > 0,
-          [&](char* slot) {
-            for (int rank = 0; rank < p.ranks(); ++rank) {
-              if (how.direct && rank == p.rank()) continue;
-              const Part theirs = part(rank);
-              char* to = slot + how.offset(p.rank(), rank);
-              if (asked) source->rows(p, theirs.begin, theirs.end, reinterpret_cast<float*>(to), args.columns);
-              else bring(p, to, theirs.begin, theirs.rows());
-            }
-          },
-          [&] {
-            if (asked) source->rows(p, mine.begin, mine.end, p.buffer(nodes).row<float>(mine.begin), args.columns);
-          },
-          [&] {
-            const float* slots[kMaxSlots];
-            int32_t s = 0;
-            for (int rank = 0; rank < p.ranks(); ++rank) {
-              const bool here = how.direct && rank == p.rank();
-              const auto* from = here ? p.buffer(nodes).row<const float>(mine.begin)
-                                      : reinterpret_cast<const float*>(static_cast<const char*>(p.comm->peer(rank)) +
-                                                                       how.offset(rank, p.rank()));
-              for (int32_t n = 0; n < plan.counts[static_cast<size_t>(rank)]; ++n)
-                slots[s++] = from + n * mine.rows() * args.columns;
-            }
-            fold_all(p, slots, args.columns, mine.begin, mine.rows());
-            copy_rows(p, static_cast<char*>(p.comm->next()), out.row<char>(mine.begin), mine.rows());
-            meet(p);
-            for (int rank = 0; rank < p.ranks(); ++rank) {
-              if (rank == p.rank()) continue;
-              copy_rows(p, out.row<char>(part(rank).begin), static_cast<const char*>(p.comm->peer(rank)),
-                        part(rank).rows());
-            }
-          });
-    }
-  }
 
   // Where the nodes lie that go from rank to rank. direct: a rank's own need not go anywhere, since they have the
   // stride of a slot. piece: rows of each rank at once.
@@ -200,13 +152,73 @@ struct ReduceOp final : Operator, Taker {
       const Buffer& out = p.buffer(op.y);
       const auto blocks = static_cast<size_t>(p.ranks() - direct);
       const size_t sums = row * static_cast<size_t>(most) * blocks;
-      piece = static_cast<int64_t>(p.comm->slot_bytes() / std::max(sums, static_cast<size_t>(row_bytes(out.dtype, out.stride))));
+      const auto result = static_cast<size_t>(row_bytes(out.dtype, out.stride));
+      piece = static_cast<int64_t>(p.comm->slot_bytes() / std::max(sums, result));
     }
     size_t offset(int from, int to) const {
       const auto block = static_cast<size_t>(direct && to > from ? to - 1 : to);
       return block * static_cast<size_t>(piece * counts[static_cast<size_t>(from)]) * row;
     }
   };
+
+  void apart(Program& p, const Step& step) {
+    const Apart how(p, *this);
+    const bool asked = source && asks_for_rows(p, step);
+    const int64_t longest = (step.token_count + p.ranks() - 1) / p.ranks();
+    std::vector<Part> parts(static_cast<size_t>(p.ranks()));
+    for (int64_t first = 0; first < longest; first += how.piece) {
+      int64_t brought = 0;
+      for (int rank = 0; rank < p.ranks(); ++rank) {
+        const auto [begin, end] = share(step.token_count, rank, p.ranks());
+        const Part part{std::min(begin + first, end), std::min(begin + first + how.piece, end)};
+        parts[static_cast<size_t>(rank)] = part;
+        if (!how.direct || rank != p.rank()) brought += part.rows();
+      }
+      const Part& mine = parts[static_cast<size_t>(p.rank())];
+      exchange(
+          p, Op::kReduceNodes, static_cast<size_t>(brought * own(p)) * how.row, first > 0,
+          [&](char* slot) { bring_parts(p, how, parts, asked, slot); },
+          [&] {
+            if (asked) source->rows(p, mine.begin, mine.end, p.buffer(nodes).row<float>(mine.begin), args.columns);
+          },
+          [&] { fold_part(p, how, mine), share_part(p, parts); });
+    }
+  }
+
+  // The nodes of the rows that others keep, for each of them.
+  void bring_parts(Program& p, const Apart& how, const std::vector<Part>& parts, bool asked, char* slot) {
+    for (int rank = 0; rank < p.ranks(); ++rank) {
+      if (how.direct && rank == p.rank()) continue;
+      const Part& part = parts[static_cast<size_t>(rank)];
+      char* to = slot + how.offset(p.rank(), rank);
+      if (asked) source->rows(p, part.begin, part.end, reinterpret_cast<float*>(to), args.columns);
+      else bring(p, to, part.begin, part.rows());
+    }
+  }
+
+  void fold_part(Program& p, const Apart& how, const Part& mine) {
+    const float* slots[kMaxSlots];
+    int32_t s = 0;
+    for (int rank = 0; rank < p.ranks(); ++rank) {
+      const bool here = how.direct && rank == p.rank();
+      const char* from = here ? p.buffer(nodes).row<char>(mine.begin)
+                              : static_cast<const char*>(p.comm->peer(rank)) + how.offset(rank, p.rank());
+      for (int32_t n = 0; n < plan.counts[static_cast<size_t>(rank)]; ++n)
+        slots[s++] = reinterpret_cast<const float*>(from) + n * mine.rows() * args.columns;
+    }
+    fold_all(p, slots, args.columns, mine.begin, mine.rows());
+  }
+
+  // Everybody takes what the others have made of their rows.
+  void share_part(Program& p, const std::vector<Part>& parts) {
+    const Buffer& out = p.buffer(y);
+    const auto at = [&](int rank) { return out.row<char>(parts[static_cast<size_t>(rank)].begin); };
+    const auto rows = [&](int rank) { return parts[static_cast<size_t>(rank)].rows(); };
+    copy_rows(p, static_cast<char*>(p.comm->next()), at(p.rank()), rows(p.rank()));
+    meet(p);
+    for (int rank = 0; rank < p.ranks(); ++rank)
+      if (rank != p.rank()) copy_rows(p, at(rank), static_cast<const char*>(p.comm->peer(rank)), rows(rank));
+  }
 
   void copy_rows(Program& p, char* to, const char* from, int64_t rows) {
     const Buffer& out = p.buffer(y);
