@@ -118,7 +118,7 @@ struct Group {
   }
 };
 
-// The chain of a leaf in scalars, in the order that linear_quant.hpp states, and the same in double precision from
+// The chain of a leaf in scalars, in the order that quant_group.hpp states, and the same in double precision from
 // the unpacked weights.
 struct LeafSum {
   float sum = 0;

@@ -1,7 +1,7 @@
 // Linears with quantized weights by vectors, where registers hold the integer sums of 64 outputs for a set of up to 6
 // tokens. Up to four sets go through each group of 32 k side by side, and their float sums lie in the L1 cache: weights
 // come from memory at one even pace while all sets are multiplied. (Set after set, with a stretch of weights kept in L1
-// for all, adds the time of the later sets to the memory's: 8 tokens took 28 ms instead of 24, of which reading is 21.)
+// for all, adds the time of the later sets to the memory's: 8 tokens took 28 ms instead of 25, of which reading is 21.)
 #pragma once
 #include "quant_group.hpp"
 

@@ -1,7 +1,7 @@
 // Quantized weights by AMX: up to 16 tokens times 32 outputs, over up to four groups of 32 k.
 //
 // A tile instruction multiplies 16 tokens by 16 outputs over the 32 bytes of one group: exact integers, to which the
-// float operations of linear_quant.hpp are applied in their order, so the bits are those of the vectors. What costs is
+// float operations of quant_group.hpp are applied in their order, so the bits are those of the vectors. What costs is
 // not the multiplication: its sums go through memory (a tile has no other way out), and while tiles are in use, the
 // processor multiplies 512-bit vectors at half its rate, one a cycle, two of which every sum needs. So
 //   a unit's eight multiplications are interleaved with the float operations of the unit before it, a piece each: two
