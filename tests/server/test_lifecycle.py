@@ -33,18 +33,23 @@ def nothing_in_dev_shm() -> Any:
     until(lambda: not set(os.listdir("/dev/shm")) - before, 10)  # noqa: PTH208
 
 
-def stream(server: RealServer, seen: threading.Event | None = None, **body: Any) -> tuple[str, str | None]:
-    """The text of a streamed completion, and why it ended."""
+def stream(
+    server: RealServer, seen: threading.Event | None = None, start: threading.Barrier | None = None, **body: Any
+) -> tuple[str, str | None]:
+    """The text of a streamed completion, and why it ended. start: asks together with the others that wait there."""
     text, reason = "", None
     asked = {"prompt": TEXT[0], "stream": True, **LONG, **body}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=60) as response:
-        assert response.status_code == 200, response.read()
-        for block in b"".join(_told(response, seen)).split(b"\n\n"):
-            if block.startswith(b"data: {"):
-                event = json.loads(block[6:])
-                assert "error" not in event, event
-                for choice in event["choices"]:
-                    text, reason = text + choice["text"], choice["finish_reason"] or reason
+    with httpx.Client(timeout=60) as client:  # made before the barrier: that is what takes long
+        if start is not None:
+            start.wait(60)
+        with client.stream("POST", f"{server.url}/v1/completions", json=asked) as response:
+            assert response.status_code == 200, response.read()
+            for block in b"".join(_told(response, seen)).split(b"\n\n"):
+                if block.startswith(b"data: {"):
+                    event = json.loads(block[6:])
+                    assert "error" not in event, event
+                    for choice in event["choices"]:
+                        text, reason = text + choice["text"], choice["finish_reason"] or reason
     return text, reason
 
 
@@ -60,9 +65,10 @@ def test_sigterm_lets_those_that_run_finish(model: str, tmp_path: Path) -> None:
     with serving(tmp_path, model, "-tp", "2", *slow) as server, ThreadPoolExecutor(9) as pool:
         url, seen, children = server.url, threading.Event(), server.children
         alone = stream(server)
-        asked = [pool.submit(stream, server, seen) for _ in range(8)]
+        start = threading.Barrier(8)
+        asked = [pool.submit(stream, server, seen, start) for _ in range(8)]
         assert seen.wait(60)
-        until(lambda: server.stats()["running"] + server.stats()["waiting"] > 4)
+        until(lambda: server.stats()["running"] + server.stats()["waiting"] == 8)
         server.process.send_signal(signal.SIGTERM)
         until(lambda: "SIGTERM" in server.log)
         refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
