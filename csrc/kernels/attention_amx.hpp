@@ -11,6 +11,7 @@
 // [2 s, 2 s + 1: the even, the odd columns of strip s of 32][16 pairs][16 columns] words. Sums thus have their columns
 // in the order of Pair.
 #pragma once
+#include "amx_tiles.hpp"
 #include "attention_tiles.hpp"
 
 namespace serried {
@@ -19,23 +20,7 @@ namespace simd {
 
 constexpr int kTileWords = 16 * 16;
 
-// Assembly rather than intrinsics: GCC 12's tile loads do not tell the compiler that they read memory.
-template <int kRegister>
-inline void load_tile(const void* data, int64_t stride) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(data), "r"(stride), "i"(kRegister) : "memory");
-}
-template <int kRegister>
-inline void store_tile(void* data, int64_t stride) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(data), "r"(stride), "i"(kRegister) : "memory");
-}
-template <int kRegister>
-inline void zero_tile() {
-  asm volatile("tilezero %%tmm%c0" ::"i"(kRegister) : "memory");
-}
-template <int kSum, int kLeft, int kRight>
-inline void multiply_tiles() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight) : "memory");
-}
+namespace tiles = linear_detail::amx;
 
 // The tile registers: tmm0 to tmm4 are full, tmm5 to tmm7 have as many rows as are asked for.
 class Tiles {
@@ -68,24 +53,24 @@ class Tiles {
 // both).
 template <int kChunks>
 inline void score_many(const uint32_t* q, int64_t q_stride, const float* kt, int step_count, float* scores) {
-  zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+  tiles::zero<0>(), tiles::zero<1>(), tiles::zero<2>(), tiles::zero<3>();
   for (int d = 0; d < step_count; d += 16) {
-    load_tile<4>(q + d, 4 * q_stride);
-    load_tile<6>(kt + d * kAttentionBlock, 4 * kAttentionBlock);
-    multiply_tiles<0, 4, 6>();
-    load_tile<7>(kt + d * kAttentionBlock + 16, 4 * kAttentionBlock);
-    multiply_tiles<1, 4, 7>();
+    tiles::load<4>(q + d, 4 * q_stride);
+    tiles::load<6>(kt + d * kAttentionBlock, 4 * kAttentionBlock);
+    tiles::multiply_add<0, 4, 6>();
+    tiles::load<7>(kt + d * kAttentionBlock + 16, 4 * kAttentionBlock);
+    tiles::multiply_add<1, 4, 7>();
     if constexpr (kChunks > 1) {
-      load_tile<5>(q + 16 * q_stride + d, 4 * q_stride);
-      multiply_tiles<2, 5, 6>();
-      multiply_tiles<3, 5, 7>();
+      tiles::load<5>(q + 16 * q_stride + d, 4 * q_stride);
+      tiles::multiply_add<2, 5, 6>();
+      tiles::multiply_add<3, 5, 7>();
     }
   }
-  store_tile<0>(scores, 4 * kScoreStride);
-  store_tile<1>(scores + 16, 4 * kScoreStride);
+  tiles::store<0>(scores, 4 * kScoreStride);
+  tiles::store<1>(scores + 16, 4 * kScoreStride);
   if constexpr (kChunks > 1) {
-    store_tile<2>(scores + 16 * kScoreStride, 4 * kScoreStride);
-    store_tile<3>(scores + 16 * kScoreStride + 16, 4 * kScoreStride);
+    tiles::store<2>(scores + 16 * kScoreStride, 4 * kScoreStride);
+    tiles::store<3>(scores + 16 * kScoreStride + 16, 4 * kScoreStride);
   }
 }
 
@@ -94,17 +79,17 @@ inline void score_many(const uint32_t* q, int64_t q_stride, const float* kt, int
 template <int kTiles>
 [[gnu::always_inline]] inline void score_keys(const char* const* keys, int64_t key_stride, const uint32_t* q, int rows,
                                               int step_count, float* scores, Ahead& ahead) {
-  zero_tile<0>(), zero_tile<1>();
+  tiles::zero<0>(), tiles::zero<1>();
   for (int d = 0; d < step_count; d += 16) {
-    load_tile<4>(q + d * rows, 4 * int64_t{rows});
-    load_tile<2>(keys[0] + 4 * d, key_stride);
-    if constexpr (kTiles > 1) load_tile<3>(keys[1] + 4 * d, key_stride);
-    multiply_tiles<0, 2, 4>();
-    if constexpr (kTiles > 1) multiply_tiles<1, 3, 4>();
+    tiles::load<4>(q + d * rows, 4 * int64_t{rows});
+    tiles::load<2>(keys[0] + 4 * d, key_stride);
+    if constexpr (kTiles > 1) tiles::load<3>(keys[1] + 4 * d, key_stride);
+    tiles::multiply_add<0, 2, 4>();
+    if constexpr (kTiles > 1) tiles::multiply_add<1, 3, 4>();
     ahead.fetch(kTiles * 1024);
   }
-  store_tile<0>(scores, 64);
-  if constexpr (kTiles > 1) store_tile<1>(scores + 256, 64);
+  tiles::store<0>(scores, 64);
+  if constexpr (kTiles > 1) tiles::store<1>(scores + 256, 64);
 }
 
 // scores[row][16] from [16 positions][16].
@@ -180,15 +165,15 @@ inline bool finite(const uint32_t* values, int64_t dim) {
 // sums += weights . values of one block, for the rows in use. first: from zero.
 inline void add_block(const float* weights, const uint32_t* values, int64_t dim, float* sums, bool first,
                       Ahead& ahead) {
-  load_tile<5>(weights, 4 * kScoreStride);
-  load_tile<6>(weights + 16, 4 * kScoreStride);
+  tiles::load<5>(weights, 4 * kScoreStride);
+  tiles::load<6>(weights + 16, 4 * kScoreStride);
   for (int64_t c = 0; c < dim; c += 16, values += kTileWords, sums += 16) {
     ahead.fetch(512);
-    first ? zero_tile<7>() : load_tile<7>(sums, 4 * dim);
-    load_tile<2>(values, 64);
-    multiply_tiles<7, 5, 2>();
-    multiply_tiles<7, 6, 2>();
-    store_tile<7>(sums, 4 * dim);
+    first ? tiles::zero<7>() : tiles::load<7>(sums, 4 * dim);
+    tiles::load<2>(values, 64);
+    tiles::multiply_add<7, 5, 2>();
+    tiles::multiply_add<7, 6, 2>();
+    tiles::store<7>(sums, 4 * dim);
   }
 }
 
@@ -198,28 +183,28 @@ inline void add_blocks(const float* weights, const uint32_t* values, int blocks,
   for (int64_t c = 0; c < dim; c += 32, values += 2 * kTileWords, sums += 32) {
     const float* w = weights;
     const uint32_t* v = values;
-    zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+    tiles::zero<0>(), tiles::zero<1>(), tiles::zero<2>(), tiles::zero<3>();
     const auto add = [&](const float* part) __attribute__((always_inline)) {
-      load_tile<4>(part, 4 * kScoreStride);
-      multiply_tiles<0, 4, 6>();
-      multiply_tiles<1, 4, 7>();
+      tiles::load<4>(part, 4 * kScoreStride);
+      tiles::multiply_add<0, 4, 6>();
+      tiles::multiply_add<1, 4, 7>();
       if constexpr (kChunks > 1) {
-        load_tile<5>(part + 16 * kScoreStride, 4 * kScoreStride);
-        multiply_tiles<2, 5, 6>();
-        multiply_tiles<3, 5, 7>();
+        tiles::load<5>(part + 16 * kScoreStride, 4 * kScoreStride);
+        tiles::multiply_add<2, 5, 6>();
+        tiles::multiply_add<3, 5, 7>();
       }
     };
     for (int b = 0; b < blocks; ++b, w += kAttentionBlock, v += 16 * dim) {
-      load_tile<6>(v, 64);
-      load_tile<7>(v + kTileWords, 64);
+      tiles::load<6>(v, 64);
+      tiles::load<7>(v + kTileWords, 64);
       add(w);
       add(w + 16);
     }
-    store_tile<0>(sums, 4 * dim);
-    store_tile<1>(sums + 16, 4 * dim);
+    tiles::store<0>(sums, 4 * dim);
+    tiles::store<1>(sums + 16, 4 * dim);
     if constexpr (kChunks > 1) {
-      store_tile<2>(sums + 16 * dim, 4 * dim);
-      store_tile<3>(sums + 16 * dim + 16, 4 * dim);
+      tiles::store<2>(sums + 16 * dim, 4 * dim);
+      tiles::store<3>(sums + 16 * dim + 16, 4 * dim);
     }
   }
 }

@@ -68,11 +68,11 @@ def choose(
     """The algorithm to use; all ranks must ask with the same numbers (nbytes: what the largest rank contributes).
 
     algorithm: what the user asks for; "auto" leaves it to the table, which never says "ring". Raises InputError for
-    a name that is none, and for a ring of reduce_nodes: a ring adds in an order that depends on the split.
+    a name that is none, and for a ring of anything but plain sums: it adds in an order that depends on the split.
     """
     if algorithm not in CHOICES:
         raise InputError(f"--allreduce-algorithm {algorithm}: choose one of {', '.join(CHOICES)}")
-    if operation == "reduce_nodes" and algorithm == "ring":
+    if operation != "all_reduce" and algorithm == "ring":
         raise InputError("--allreduce-algorithm ring: it adds in an order of its own, so it is for bench only")
     for name in ALGORITHMS:
         if name == algorithm:
