@@ -31,6 +31,19 @@ FLAGS = (
     "--no-proxy-server",
 )
 
+# The middle of an element that neither moved for two frames nor is covered; the panel's figures move what is below.
+STANDS = """(async (selector) => {
+  const element = document.querySelector(selector);
+  if (!element) return null;
+  element.scrollIntoView({block: "nearest"});
+  const middle = () => (b => [b.x + b.width / 2, b.y + b.height / 2])(element.getBoundingClientRect());
+  const [x, y] = middle();
+  const frame = () => new Promise(requestAnimationFrame);
+  await frame().then(frame);
+  const still = middle().join() === [x, y].join();
+  return still && element.contains(document.elementFromPoint(x, y)) ? [x, y] : null;
+})(%s)"""
+
 
 class Browser:
     """Commands go in on its descriptor 3, answers and events come out on 4, each with a zero byte at its end."""
@@ -115,8 +128,9 @@ class Page:
         return found["result"].get("value")
 
     def open(self, url: str) -> None:
+        self.js("window.left = true")  # the document that is left may be complete too, and be asked first
         self.ask("Page.navigate", url=url)
-        self.until("document.readyState === 'complete'")
+        self.until("!window.left && document.readyState === 'complete'")
 
     def until(self, expression: str, seconds: float = 60.0) -> Any:
         """Wait until an expression is true, and return it."""
@@ -127,12 +141,8 @@ class Page:
         return value
 
     def click(self, selector: str) -> None:
-        """With the mouse, in the middle of what is seen: what is hidden or covered cannot be clicked."""
-        found = f"document.querySelector({json.dumps(selector)})"
-        self.js(f"{found}.scrollIntoView({{block: 'nearest'}})")
-        x, y = self.js(f"(b => [b.x + b.width / 2, b.y + b.height / 2])({found}.getBoundingClientRect())")
-        hit = f"{found}.contains(document.elementFromPoint({x}, {y}))"
-        assert self.js(hit), f"{selector} cannot be clicked"
+        """With the mouse, in the middle of what is seen, once it stands still: what is covered cannot be clicked."""
+        x, y = self.until(STANDS % json.dumps(selector))
         for kind in ("mousePressed", "mouseReleased"):
             self.ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 

@@ -28,14 +28,15 @@ def shared() -> Iterator[Served]:
 def page(chromium: Browser, server: Served) -> Iterator[Page]:
     """The page of the server, ready; afterwards it has asked nobody else, and its console has no complaint."""
     opened = chromium.page()
+    opened.ask("Storage.clearDataForOrigin", origin=server.url, storageTypes="local_storage")
     opened.open(server.url)
     opened.until("document.getElementById('state').textContent === 'ready'")
-    opened.js("localStorage.clear()")
     yield opened
     opened.js("1")  # takes the last events
-    assert all(each["url"].startswith(server.url) for each in opened.requests)
-    assert opened.complaints == []
+    requests, complaints = opened.requests, opened.complaints
     opened.ask("Page.close")
+    assert all(each["url"].startswith(server.url) for each in requests)
+    assert complaints == []
 
 
 def ask(page: Page, text: str) -> None:
