@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from serried.engine.core import NewToken
 from serried.engine.interface import TokenLogprobs
 from serried.engine.request import Request
-from serried.text.detokenizer import Detokenizer
+from serried.text.answer import AnswerText
 from serried.text.tokenizer import Tokenizer
 
 NOTHING_ALLOWED = "no token is allowed"
@@ -84,40 +84,25 @@ class Answer:
             self.completion.logprobs, self.completion.cumulative_logprob = [], 0.0
         output.outputs.append(self.completion)
         self._tokenizer = tokenizer
-        self._text = Detokenizer(tokenizer, p.skip_special_tokens, tuple(p.stop)) if tokenizer else None
+        self._text = AnswerText(tokenizer, p)
 
     def take(self, new: NewToken) -> Delta:
         """Take the request's next token."""
         done, request = self.completion, self.request
         if request.scores_prompt and self.output.prompt_logprobs is None:
             self.output.prompt_logprobs = [None, *map(self._by_id, request.prompt_logprobs)]
-        text = ""
+        text = self._text.take(new.token, new.finish_reason)
+        done.text += text
         if new.token is not None:
-            text = self._read(new.token, new.finish_reason)
             done.token_ids.append(new.token)
-            done.text += text
             self._note(new.logprobs)
         done.finish_reason, done.stop_reason = self._end(new)
         self.output.finished = all(each.finish_reason for each in self.output.outputs)
         return Delta(self.index, text, done, self.output)
 
-    def _read(self, token: int, finish_reason: str | None) -> str:
-        """The text that a token adds."""
-        reader, p = self._text, self.request.params
-        if reader is None:
-            return ""
-        # A token that ends the answer is not text of it (vLLM leaves it out too).
-        ends = finish_reason == "stop" and not p.include_stop_str_in_output
-        text = "" if ends else reader.add([token], search=len(self.completion.token_ids) >= p.min_tokens)
-        if finish_reason and not reader.stopped:
-            text += reader.finish()
-        if reader.stopped and p.include_stop_str_in_output:
-            text += reader.stopped
-        return text
-
     def _end(self, new: NewToken) -> tuple[str | None, str | int | None]:
         """Whether the answer has ended, and what ended it."""
-        if self._text and self._text.stopped:
+        if self._text.stopped is not None:
             return "stop", self._text.stopped
         if new.token is None:
             return new.finish_reason, NOTHING_ALLOWED

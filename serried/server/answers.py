@@ -12,7 +12,7 @@ from serried.errors import EngineDead
 from serried.sampling_params import SamplingParams
 from serried.server.metrics import RequestTimes
 from serried.server.state import ServerState, new_id
-from serried.text.detokenizer import Detokenizer
+from serried.text.answer import AnswerText
 from serried.text.tokenizer import Tokenizer
 
 
@@ -53,10 +53,9 @@ class Sample:
     """One sample's text as it grows."""
 
     def __init__(self, index: int, prompt: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
-        self.index, self.prompt, self.params = index, prompt, params
+        self.index, self.prompt = index, prompt
         self.finished = False
-        self._count = 0
-        self._text = Detokenizer(tokenizer, params.skip_special_tokens, tuple(params.stop)) if tokenizer else None
+        self._text = AnswerText(tokenizer, params)
         self._offset = Offset(tokenizer) if tokenizer and params.logprobs is not None else None
 
     def take(self, delta: TokenDelta) -> Piece:
@@ -65,30 +64,18 @@ class Sample:
         piece.prompt_logprobs = delta.prompt_logprobs
         for number, token in enumerate(delta.tokens):
             last = number == len(delta.tokens) - 1
-            self._count += 1
             piece.tokens.append(token)
             if delta.logprobs is not None:
                 piece.logprobs.append(delta.logprobs[number])
             if self._offset is not None:
                 piece.offsets.append(self._offset.take(token))
-            piece.text += self._read(token, ends=last and delta.finish_reason == "stop")
-            if self._text is not None and self._text.stopped:
+            piece.text += self._text.take(token, delta.finish_reason if last else None)
+            if self._text.stopped is not None:
                 break
-        return self._end(piece, delta)
-
-    def _read(self, token: int, ends: bool) -> str:
-        if self._text is None or (ends and not self.params.include_stop_str_in_output):
-            return ""  # a token that ends the sample is not text of it
-        return self._text.add([token], search=self._count >= self.params.min_tokens)
-
-    def _end(self, piece: Piece, delta: TokenDelta) -> Piece:
-        reader = self._text
-        if delta.finish_reason and reader is not None and not reader.stopped:
-            piece.text += reader.finish()
-        if reader is not None and reader.stopped:
-            if self.params.include_stop_str_in_output:
-                piece.text += reader.stopped
-            piece.finish_reason, piece.stop_reason = "stop", reader.stopped
+        if not delta.tokens and delta.finish_reason:
+            piece.text = self._text.take(None, delta.finish_reason)
+        if self._text.stopped is not None:
+            piece.finish_reason, piece.stop_reason = "stop", self._text.stopped
         else:
             piece.finish_reason, piece.stop_reason = delta.finish_reason, delta.stop_reason
         self.finished = piece.finish_reason is not None

@@ -161,10 +161,11 @@ def test_a_stop_string_may_be_kept(server: Served, http: httpx.Client) -> None:
     assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "one STOP"
 
 
-def test_min_tokens_holds_stop_strings_off(server: Served, http: httpx.Client) -> None:
+@pytest.mark.parametrize(("least", "text"), [(1, "a"), (2, "a.b"), (3, "a.b"), (4, "a.b.c")])
+def test_min_tokens_holds_stop_strings_off(server: Served, http: httpx.Client, least: int, text: str) -> None:
     server.engine.say = lambda prompt, index: "a.b.c.d"
-    body = {"prompt": "x", "stop": ["."], "min_tokens": 3, "max_tokens": 50}
-    assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "a.b"
+    body = {"prompt": "x", "stop": ["."], "min_tokens": least, "max_tokens": 50}
+    assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
 
 
 def test_a_stop_token_is_no_text(server: Served, http: httpx.Client) -> None:

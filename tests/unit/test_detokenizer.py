@@ -8,6 +8,7 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -17,6 +18,8 @@ from tokenizer_kinds import DIRECTORIES, random_texts
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from serried.errors import InputError
+from serried.sampling_params import SamplingParams
+from serried.text.answer import AnswerText
 from serried.text.detokenizer import Detokenizer
 from serried.text.tokenizer import Tokenizer
 from serried.weights.gguf_file import GGUFFile
@@ -270,3 +273,48 @@ def test_work_a_token_does_not_grow() -> None:
         assert time.monotonic() - start < 60
     finally:
         del tokenizer.token_bytes
+
+
+# --- An answer's text ---
+
+
+def said(ids: list[int], finish_reason: str | None = None, **params: Any) -> tuple[str, str | None]:
+    """The text of an answer, and the stop string that ended it."""
+    answer = AnswerText(byte_level(), SamplingParams(**params))
+    text = ""
+    for number, token in enumerate(ids):
+        text += answer.take(token, finish_reason if number == len(ids) - 1 else None)
+        if answer.stopped is not None:
+            break
+    return text, answer.stopped
+
+
+@pytest.mark.parametrize("least", range(8))
+def test_min_tokens_come_before_a_stop_string_counts(least: int) -> None:
+    """The token that completes it must have so many before it, as an end token must."""
+    ids = [byte_level().encode(each)[0] for each in "a.b.c.d."]
+    at = next((number for number, letter in enumerate("a.b.c.d.") if letter == "." and number >= least))
+    assert said(ids, "length", stop=["."], min_tokens=least) == ("a.b.c.d."[:at], ".")
+
+
+def test_a_token_that_ends_it_is_no_text() -> None:
+    ids = [*byte_level().encode("x y"), *byte_level().encode("z")]
+    assert said(ids, "stop") == ("x y", None)
+    assert said(ids, "stop", include_stop_str_in_output=True) == ("x yz", None)
+    assert said(ids, "length") == ("x yz", None)
+
+
+def test_what_was_held_back_is_said_when_it_ends() -> None:
+    ids = byte_level().encode("x ST")
+    assert said(ids, stop=["STOP"]) == ("x ", None)
+    assert said(ids, "length", stop=["STOP"]) == ("x ST", None)
+    assert said([*ids, *byte_level().encode("OP")], "length", stop=["STOP"]) == ("x ", "STOP")
+    assert said([*ids, *byte_level().encode("OP")], stop=["STOP"], include_stop_str_in_output=True)[0] == "x STOP"
+    answer = AnswerText(byte_level(), SamplingParams(stop=["STOP"]))
+    assert "".join(map(answer.take, ids)) == "x "
+    assert answer.take(None, "abort") == "ST"  # an answer may end without a token
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    answer = AnswerText(None, SamplingParams())
+    assert [answer.take(3), answer.take(4, "length"), answer.stopped] == ["", "", None]
