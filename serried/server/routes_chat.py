@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -12,15 +12,11 @@ from serried.server.answers import Piece
 from serried.server.body import JsonRoute
 from serried.server.chat_output import ChatEvent, ChatReader, Reasoning
 from serried.server.chat_request import Chat, prepare_chat
-from serried.server.errors import as_api_error, error_body
-from serried.server.json_response import json_response
 from serried.server.logprobs import chat_logprobs, prompt_logprobs
 from serried.server.openapi import STREAMED
 from serried.server.protocol_chat import ChatRequest
-from serried.server.questions import pieces_of
-from serried.server.sse import DONE, event, stream_of, while_connected
+from serried.server.replies import ChoicesReply, Pieces
 from serried.server.state import ServerState, new_id, state_of
-from serried.server.usage import Usage
 from serried.text.tools import CallArguments, CallStart, Content
 
 router = APIRouter(route_class=JsonRoute)
@@ -34,70 +30,38 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     model = state.check_model(body.model)
     chat = await prepare_chat(state, body, request)
     reply = _Reply(state, body, model, chat)
-    pieces = pieces_of(state, [chat.question], arrived)
-    if not body.stream:
-        return json_response(await while_connected(request, reply.whole(pieces)))
-    config = state.config
-    return await stream_of(
-        reply.stream(pieces),
-        lambda error: event(error_body(as_api_error(error))) + DONE,
-        ping_interval=config.ping_interval,
-        write_timeout=config.write_timeout,
-    )
+    return await reply.send(request, state, [chat.question], arrived=arrived, stream=bool(body.stream))
 
 
-class _Reply:
+class _Reply(ChoicesReply):
     """One request's reply, whole or streamed."""
 
     def __init__(self, state: ServerState, body: ChatRequest, model: str, chat: Chat) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__("chatcmpl-", kind, model, body, [chat.question])
         self._state, self._body, self._chat = state, body, chat
-        self._head = {
-            "id": new_id("chatcmpl-"),
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._usage = Usage(len(chat.question.prompt))
         self._readers = [ChatReader(chat) for _ in range(chat.question.params.n)]
+        self._begun: set[int] = set()
         self._prompt_scores: list[Any] | None = None
 
-    async def whole(self, pieces: AsyncGenerator[Piece, None]) -> dict[str, Any]:
+    async def whole(self, pieces: Pieces) -> dict[str, Any]:
         """The response when all samples have ended."""
         messages = [_Message(self._state) for _ in self._readers]
         async for piece in pieces:
             messages[piece.index].take(self._take(piece), self._readers[piece.index], piece, self._scores(piece))
         choices = [message.choice(index, self._body) for index, message in enumerate(messages)]
-        reply: dict[str, Any] = {**self._head, "choices": choices, "usage": self._usage.to_dict()}
+        reply: dict[str, Any] = {**self.head, "choices": choices, "usage": self.usage.to_dict()}
         if self._prompt_scores is not None:
             reply["prompt_logprobs"] = self._prompt_scores
         if self._body.return_token_ids:
             reply["prompt_token_ids"] = list(self._chat.question.prompt)
         return reply
 
-    async def stream(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
-        """The events. The first of each sample gives the role."""
-        options = self._body.stream_options
-        with_usage = options is not None and bool(options.include_usage)
-        running = options is not None and bool(options.continuous_usage_stats)
-        begun: set[int] = set()
-        try:
-            async for piece in pieces:
-                for choice in self._choices(piece, begun):
-                    chunk: dict[str, Any] = {**self._head, "choices": [choice]}
-                    if with_usage or running:
-                        chunk["usage"] = self._usage.to_dict() if running else None
-                    yield event(chunk)
-            if with_usage:
-                yield event({**self._head, "choices": [], "usage": self._usage.to_dict()})
-            yield DONE
-        finally:
-            await pieces.aclose()
-
-    def _choices(self, piece: Piece, begun: set[int]) -> list[dict[str, Any]]:
-        """A piece as the choices of chunks. Scores of tokens go with the first of them."""
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """A sample's first one gives the role. Scores of tokens go with the first of a piece."""
         deltas = [_delta(each, self._state) for each in self._take(piece)]
-        if piece.index not in begun:
-            begun.add(piece.index)
+        if piece.index not in self._begun:
+            self._begun.add(piece.index)
             deltas.insert(0, {"role": "assistant", "content": ""})
         scores = self._scores(piece)
         with_ids = self._body.return_token_ids and piece.tokens
@@ -116,13 +80,13 @@ class _Reply:
         return choices
 
     def _take(self, piece: Piece) -> list[ChatEvent]:
-        before = self._usage.completion
-        self._usage.take(piece)
+        before = self.usage.completion
+        self.usage.take(piece)
         if piece.prompt_logprobs is not None:
             self._prompt_scores = prompt_logprobs(piece.prompt_logprobs, self._state.tokenizer)
         events = self._readers[piece.index].take(piece)
         if events and all(isinstance(each, Reasoning) for each in events):
-            self._usage.reasoning += self._usage.completion - before
+            self.usage.reasoning += self.usage.completion - before
         return events
 
     def _scores(self, piece: Piece) -> dict[str, Any] | None:

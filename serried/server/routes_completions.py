@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +13,16 @@ from serried.engine.interface import TokenLogprobs
 from serried.sampling_params import SamplingParams
 from serried.server.answers import Offset, Piece, Question
 from serried.server.body import JsonRoute
-from serried.server.errors import as_api_error, bad_request, error_body
-from serried.server.json_response import json_response
+from serried.server.errors import bad_request
 from serried.server.logprobs import CompletionLogprobs, prompt_logprobs
 from serried.server.openapi import STREAMED
 from serried.server.prompts import encode_prompts
 from serried.server.protocol_completions import CompletionRequest
-from serried.server.questions import make_questions, pieces_of
+from serried.server.questions import make_questions
+from serried.server.replies import ChoicesReply, Pieces
 from serried.server.sampling import output_room, sampling_params
-from serried.server.sse import DONE, event, stream_of, while_connected
-from serried.server.state import ServerState, new_id, state_of
+from serried.server.state import ServerState, state_of
 from serried.server.structure import check_grammar, grammar_of
-from serried.server.usage import Usage
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -42,16 +40,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         await check_grammar(state, *wanted)
     questions = make_questions(request, body, prompts, params, wanted[0] if wanted else None)
     reply = _Reply(state, body, model, questions)
-    pieces = pieces_of(state, questions, arrived)
-    if not body.stream:
-        return json_response(await while_connected(request, reply.whole(pieces)))
-    config = state.config
-    return await stream_of(
-        reply.stream(pieces),
-        lambda error: event(error_body(as_api_error(error))) + DONE,
-        ping_interval=config.ping_interval,
-        write_timeout=config.write_timeout,
-    )
+    return await reply.send(request, state, questions, arrived=arrived, stream=bool(body.stream))
 
 
 def _params(state: ServerState, body: CompletionRequest, prompt: Sequence[int]) -> SamplingParams:
@@ -71,61 +60,40 @@ def _params(state: ServerState, body: CompletionRequest, prompt: Sequence[int]) 
     return params
 
 
-class _Reply:
+class _Reply(ChoicesReply):
     """One request's reply, whole or streamed."""
 
     def __init__(self, state: ServerState, body: CompletionRequest, model: str, questions: Sequence[Question]) -> None:
+        super().__init__("cmpl-", "text_completion", model, body, questions)
         self._state, self._body, self._questions = state, body, questions
-        self._head = {
-            "id": new_id("cmpl-"),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._usage = Usage(sum(len(each.prompt) for each in questions))
         self._nothing = body.max_tokens == 0
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         self._echoes = [self._echo(each, texts[each.number]) for each in questions] if body.echo else []
         self._begun: set[int] = set()
         self._prompt_scores: dict[int, Sequence[TokenLogprobs | None]] = {}
 
-    async def whole(self, pieces: AsyncGenerator[Piece, None]) -> dict[str, Any]:
+    async def whole(self, pieces: Pieces) -> dict[str, Any]:
         """The response when all samples have ended."""
         choices: dict[int, dict[str, Any]] = {}
         async for piece in pieces:
-            self._usage.take(piece)
             choice = self._choice(piece)
             if piece.index in choices:
                 _join(choices[piece.index], choice)
             else:
                 choices[piece.index] = choice
         ordered = [choices[index] for index in sorted(choices)]
-        return {**self._head, "choices": ordered, "usage": self._usage.to_dict()}
+        return {**self.head, "choices": ordered, "usage": self.usage.to_dict()}
 
-    async def stream(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
-        """The events."""
-        options = self._body.stream_options
-        with_usage = options is not None and bool(options.include_usage)
-        running = options is not None and bool(options.continuous_usage_stats)
-        try:
-            async for piece in pieces:
-                self._usage.take(piece)
-                choice = self._choice(piece)
-                if not _worth_sending(choice):
-                    continue
-                chunk: dict[str, Any] = {**self._head, "choices": [choice]}
-                if with_usage or running:
-                    chunk["usage"] = self._usage.to_dict() if running else None
-                yield event(chunk)
-            if with_usage:
-                yield event({**self._head, "choices": [], "usage": self._usage.to_dict()})
-            yield DONE
-        finally:
-            await pieces.aclose()
+    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """A piece with nothing to tell gives none."""
+        choice = self._choice(piece)
+        if choice["text"] or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids"):
+            yield choice
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         """A piece as OpenAI's choice; the first one of a sample begins with the prompt where that is echoed."""
         body, tokenizer = self._body, self._state.tokenizer
+        self.usage.take(piece)
         if piece.prompt_logprobs is not None:
             self._prompt_scores[piece.prompt] = piece.prompt_logprobs
         first = piece.index not in self._begun
@@ -167,10 +135,6 @@ class _Reply:
         if isinstance(text, str):
             return text
         return tokenizer.decode(question.prompt) if tokenizer is not None else ""
-
-
-def _worth_sending(choice: dict[str, Any]) -> bool:
-    return bool(choice["text"] or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids"))
 
 
 def _join(whole: dict[str, Any], more: dict[str, Any]) -> None:

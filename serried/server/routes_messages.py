@@ -19,8 +19,8 @@ from serried.server.messages_request import RENAMED, as_chat
 from serried.server.openapi import STREAMED
 from serried.server.prompts import encode_messages
 from serried.server.protocol_messages import CountRequest, MessagesRequest
-from serried.server.questions import pieces_of
-from serried.server.sse import event, stream_of, while_connected
+from serried.server.replies import Pieces, Reply
+from serried.server.sse import event
 from serried.server.state import ServerState, new_id, state_of
 from serried.server.usage import Usage
 from serried.text.tools import CallArguments, CallStart, Content
@@ -38,16 +38,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     with renamed(RENAMED):
         chat = await prepare_chat(state, as_chat(body, state.thinking_switches), request)
     reply = _Reply(state, model, chat)
-    pieces = pieces_of(state, [chat.question], arrived)
-    if not body.stream:
-        return json_response(await while_connected(request, reply.whole(pieces)))
-    config = state.config
-    return await stream_of(
-        reply.stream(pieces),
-        lambda error: event(error_body(as_api_error(error), anthropic=True), "error"),
-        ping_interval=config.ping_interval,
-        write_timeout=config.write_timeout,
-    )
+    return await reply.send(request, state, [chat.question], arrived=arrived, stream=bool(body.stream))
 
 
 @router.post("/v1/messages/count_tokens")
@@ -68,7 +59,7 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
     return json_response({"input_tokens": len(ids)})
 
 
-class _Reply:
+class _Reply(Reply):
     """One request's message, whole or streamed: blocks, of which one is open at a time."""
 
     def __init__(self, state: ServerState, model: str, chat: Chat) -> None:
@@ -88,18 +79,22 @@ class _Reply:
             "usage": {"input_tokens": self._usage.prompt, "output_tokens": 0},
         }
 
-    async def whole(self, pieces: AsyncGenerator[Piece, None]) -> dict[str, Any]:
+    async def whole(self, pieces: Pieces) -> dict[str, Any]:
         """The message when it is complete."""
         async for _ in self._events(pieces):
             pass
         return {**self._message, "content": [_finished(block) for block in self._blocks]}
 
-    async def stream(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+    async def stream(self, pieces: Pieces) -> AsyncGenerator[bytes, None]:
         """The events, named as their type."""
         async for data in self._events(pieces):
             yield event(data, data["type"])
 
-    async def _events(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[dict[str, Any], None]:
+    def failed(self, error: BaseException) -> bytes:
+        """In Anthropic's words."""
+        return event(error_body(as_api_error(error), anthropic=True), "error")
+
+    async def _events(self, pieces: Pieces) -> AsyncGenerator[dict[str, Any], None]:
         begun = False
         try:
             async for piece in pieces:

@@ -13,14 +13,13 @@ from serried.server.body import JsonRoute
 from serried.server.chat_output import ChatReader, Reasoning
 from serried.server.chat_request import Chat, prepare_chat
 from serried.server.errors import as_api_error, renamed
-from serried.server.json_response import json_response
 from serried.server.logprobs import chat_logprobs
 from serried.server.openapi import STREAMED
 from serried.server.protocol_responses import ResponsesRequest
-from serried.server.questions import pieces_of
+from serried.server.replies import Pieces, Reply
 from serried.server.responses_output import ResponseWriter
 from serried.server.responses_request import RENAMED, as_chat
-from serried.server.sse import event, stream_of, while_connected
+from serried.server.sse import event
 from serried.server.state import ServerState, new_id, state_of
 from serried.server.usage import Usage
 from serried.text.tools import CallStart
@@ -37,16 +36,10 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     with renamed(RENAMED):
         chat = await prepare_chat(state, as_chat(body), request)
     reply = _Reply(state, body, model, chat)
-    pieces = pieces_of(state, [chat.question], arrived)
-    if not body.stream:
-        return json_response(await while_connected(request, reply.whole(pieces)))
-    config = state.config
-    return await stream_of(
-        reply.stream(pieces), reply.failed, ping_interval=config.ping_interval, write_timeout=config.write_timeout
-    )
+    return await reply.send(request, state, [chat.question], arrived=arrived, stream=bool(body.stream))
 
 
-class _Reply:
+class _Reply(Reply):
     """One request's reply, whole or streamed."""
 
     def __init__(self, state: ServerState, body: ResponsesRequest, model: str, chat: Chat) -> None:
@@ -56,13 +49,13 @@ class _Reply:
         self._top = chat.question.params.logprobs
         self._writer = ResponseWriter(_head(body, model, chat))
 
-    async def whole(self, pieces: AsyncGenerator[Piece, None]) -> dict[str, Any]:
+    async def whole(self, pieces: Pieces) -> dict[str, Any]:
         """The response when it is complete."""
         async for _ in self._events(pieces):
             pass
         return self._writer.response
 
-    async def stream(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+    async def stream(self, pieces: Pieces) -> AsyncGenerator[bytes, None]:
         """The events, named as their type."""
         async for data in self._events(pieces):
             yield event(data, data["type"])
@@ -71,7 +64,7 @@ class _Reply:
         """The last events after an error in the midst."""
         return b"".join(event(data, data["type"]) for data in self._writer.fail(as_api_error(error).message))
 
-    async def _events(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[dict[str, Any], None]:
+    async def _events(self, pieces: Pieces) -> AsyncGenerator[dict[str, Any], None]:
         begun, reason = False, "stop"
         try:
             async for piece in pieces:
