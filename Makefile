@@ -3,6 +3,7 @@
 # make lint    ruff and mypy
 # make bench   the benchmarks, as tables
 # make soak    the long runs, of which the suite holds a twentieth
+# make checks  the kernels and collectives by themselves, in C++, for every instruction set
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -12,7 +13,7 @@ TESTS  := $(VENV)/.installed-test
 LINT   := $(VENV)/.installed-lint
 PROMPT ?= Explain in two sentences what a computer network is.
 
-.PHONY: demo test lint bench soak clean
+.PHONY: demo test lint bench soak checks clean
 
 demo: $(DEMO)
 	$(BIN)/serried generate demo "$(PROMPT)" --tensor-parallel-size 2
@@ -34,6 +35,11 @@ bench: $(DEMO)
 
 soak: $(DEMO) $(TESTS)
 	$(BIN)/python -m pytest -m soak --timeout 3600
+
+checks:
+	cmake -S . -B build/checks -DSERRIED_CHECKS=ON
+	cmake --build build/checks --parallel
+	ctest --test-dir build/checks --output-on-failure
 
 clean:
 	rm -rf $(VENV) build

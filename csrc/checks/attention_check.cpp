@@ -1,17 +1,9 @@
-// A developer's check and benchmark of pointwise.hpp and attention.hpp: one variant a build, by hand. From csrc/checks:
-//   F="-std=c++20 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-unused-function"
-//   F="$F -Wno-psabi"
-//   AVX2="-mavx2 -mfma -mf16c -mbmi -mbmi2"
-//   AVX512="$AVX2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mprefer-vector-width=512"
-//   g++ $F -DSERRIED_baseline=1 attention_check.cpp -o check_baseline
-//   g++ $F $AVX2 -DSERRIED_avx2=1 attention_check.cpp -o check_avx2
-//   g++ $F $AVX512 -DSERRIED_avx512=1 attention_check.cpp -o check_avx512
-//   g++ $F $AVX512 -mavx512bf16 -mavx512vnni -DSERRIED_avx512_bf16=1 attention_check.cpp -o check_avx512_bf16
-//   g++ $F $AVX512 -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16 -DSERRIED_amx=1 attention_check.cpp -o check_amx
-// Options: `check` or `bench` alone. Exit status 1 if anything does not hold.
+// A developer's check and benchmark of pointwise.hpp and attention.hpp. `make checks` builds and runs it for every
+// instruction set. Options: `check` or `bench` alone. Exit status 1 if anything does not hold.
 #include "../kernels/attention.hpp"
 #include "../kernels/pointwise.hpp"
 #include "check_support.hpp"
+#include "isa.hpp"
 #include "pointwise_check.hpp"
 
 namespace serried {
@@ -305,6 +297,7 @@ void bench() {
 
 int main(int count, char** arguments) {
   using namespace serried;
+  if (!runs_here()) return kSkipped;
   begin();
   const std::string only = count > 1 ? arguments[1] : "";
   if (only != "bench") {

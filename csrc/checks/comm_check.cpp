@@ -1,6 +1,4 @@
-// A developer's tool: checks and times the pool and the collectives without Python.
-//   g++ -std=c++20 -O3 -ffp-contract=off -Icsrc csrc/checks/comm_check.cpp csrc/comm/*.cpp csrc/program/pool.cpp
-//       -pthread -o /tmp/comm_check
+// A developer's tool: checks and times the pool and the collectives without Python. `make checks` builds and runs it.
 //   comm_check check [RANKS]                      sums of all operations; as many ranks as you like
 //   comm_check latency [RANKS]                    all-reduce of 1 KiB to 8 MiB: minimum and median, us
 //   comm_check pool [THREADS]                     one run of the pool

@@ -1,10 +1,10 @@
 // A developer's tool: the linears of one instruction set against a reference, against themselves in every cut, and
-// against the limits of the machine. Built by hand, with the set's flags from CMakeLists.txt:
-//   g++ -std=c++20 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -Wall -Wextra -DSERRIED_avx2=1
-//       -DSERRIED_ISA_NAME='"avx2"' -mavx2 -mfma -mf16c -mbmi -mbmi2 csrc/checks/linear_check.cpp -o linear_check
-//   ./linear_check          checks, then speeds
-//   ./linear_check check    checks only;  ./linear_check speed: speeds only (of bf16, float32 or pack, if named)
-#include "linear_support.hpp"
+// against the limits of the machine. `make checks` builds and runs it for every set; by hand:
+//   linear_check_avx2          checks, then speeds
+//   linear_check_avx2 check    checks only;  speed: speeds only (of bf16, float32 or pack, if named)
+#include "isa.hpp"
+#include "linear_cuts.hpp"
+#include "linear_speed.hpp"
 
 namespace serried {
 namespace {
@@ -55,30 +55,12 @@ struct Case {
       x.as<float>()[at] = value;
     }
   }
+  const char* name() const { return dtype == Dtype::kBFloat16 ? "bf16" : "float32"; }
   int64_t floats() const { return tokens * linear.nodes * y_stride; }
   void run(const Linear& what, float* y, int t0, int t1, int o0, int o1) {
     (dtype == Dtype::kBFloat16 ? linear_bf16 : linear_f32)(what, x.as(), x_stride, y, y_stride, t0, t1, o0, o1);
   }
 };
-
-[[noreturn]] void fail(const char* what, const Case& c, int token, int node, int output, double got, double want) {
-  std::printf("FAILED %s: %s inputs %d outputs %d tokens %d leaves %zu nodes %d bias %d", what,
-              c.dtype == Dtype::kBFloat16 ? "bf16" : "float32", c.inputs, c.outputs, c.tokens, c.table.leaves.size(),
-              c.table.nodes, c.with_bias);
-  std::printf("; at token %d node %d output %d: %.9g, not %.9g\n", token, node, output, got, want);
-  std::exit(1);
-}
-
-void same(const char* what, const Case& c, const float* got, const float* want) {
-  for (int64_t i = 0; i < c.floats(); ++i) {
-    if (std::memcmp(got + i, want + i, 4) == 0) continue;
-    const int64_t row = i / c.y_stride;
-    fail(what, c, static_cast<int>(row / c.linear.nodes), static_cast<int>(row % c.linear.nodes),
-         static_cast<int>(i % c.y_stride), got[i], want[i]);
-  }
-}
-
-constexpr float kUntouched = -12345.0f;
 
 // One element in double precision, with the sum of magnitudes for the bound on the error.
 double exact_sum(const float* x, const float* w, int begin, int end, double* magnitude) {
@@ -180,32 +162,8 @@ void check_leaves(Case& c, const float* y) {
   same("leaves alone, folded by hand", c, y, want.data());
 }
 
-void check_cuts(Case& c, const float* y) {
-  std::vector<float> other(c.floats(), kUntouched);
-  for (int t = 0; t < c.tokens; ++t) c.run(c.linear, other.data(), t, t + 1, 0, c.tiles);
-  same("tokens alone", c, other.data(), y);
-  for (int round = 0; round < 3; ++round) {
-    std::fill(other.begin(), other.end(), kUntouched);
-    for (int t = 0; t < c.tokens;) {
-      const int tokens = std::min(pick(1, 70), c.tokens - t);
-      for (int o = 0; o < c.tiles;) {
-        const int tiles = std::min(pick(1, 3), c.tiles - o);
-        c.run(c.linear, other.data(), t, t + tokens, o, o + tiles);
-        o += tiles;
-      }
-      t += tokens;
-    }
-    same("ranges", c, other.data(), y);
-  }
-}
-
 void check_case(Case&& c) {
-  std::vector<float> y(c.floats(), kUntouched);
-  c.run(c.linear, y.data(), 0, c.tokens, 0, c.tiles);
-  for (int64_t i = 0; i < c.floats(); ++i) {
-    const bool beyond = i % c.y_stride >= c.tiles * 64;
-    if (beyond && y[i] != kUntouched) fail("written beyond the tiles", c, 0, 0, static_cast<int>(i), y[i], kUntouched);
-  }
+  const auto y = whole(c);
   check_reference(c, y.data());
   check_scalar(c, y.data());
   check_cuts(c, y.data());
@@ -285,102 +243,11 @@ void check_all() {
   std::printf("%s: all checks passed\n", SERRIED_ISA_NAME);
 }
 
-// ---- Speeds ----
-
-void decode_speed(Dtype dtype, int outputs, int inputs, const Table& table) {
-  // Copies of the weight that no cache holds together (though a server's last-level cache may).
-  const size_t element = dtype == Dtype::kBFloat16 ? 2 : 4, bytes = element * outputs * inputs;
-  const int copies = static_cast<int>(std::max<size_t>(1, (size_t{256} << 20) / bytes));
-  Buffer weights(bytes * copies), x(element * inputs * 64), y(sizeof(float) * outputs * 64);
-  std::printf("decode %s [%d x %d], %zu leaves:", element == 2 ? "bf16" : "float32", outputs, inputs,
-              table.leaves.size());
-  for (const int tokens : {1, 2, 4, 8, 16, 32, 64}) {
-    std::vector<double> ratios, speeds, limits;
-    for (int round = 0; round < 7; ++round) {
-      const double read = seconds([&] { sink = read_bytes(weights.as(), bytes * copies); });
-      const double time = seconds([&] {
-        for (int i = 0; i < copies; ++i) {
-          const Linear linear{weights.as() + bytes * i, nullptr, table.leaves.data(),
-                              static_cast<int32_t>(table.leaves.size()), 1, inputs, outputs / 64};
-          (element == 2 ? linear_bf16 : linear_f32)(linear, x.as(), inputs, y.as<float>(), outputs, 0, tokens, 0,
-                                                    outputs / 64);
-        }
-      });
-      ratios.push_back(read / time);
-      speeds.push_back(bytes * copies / time / 1e9);
-      limits.push_back(bytes * copies / read / 1e9);
-    }
-    for (auto* list : {&ratios, &speeds, &limits}) std::sort(list->begin(), list->end());
-    std::printf("  %d: %.1f of %.1f GB/s, median ratio %.2f", tokens, speeds.back(), limits.back(), ratios[3]);
-  }
-  std::printf("\n");
-}
-
-void prefill_speed(Dtype dtype, int outputs, int inputs, const Table& table) {
-  const size_t element = dtype == Dtype::kBFloat16 ? 2 : 4;
-  Buffer weight(element * outputs * inputs), x(element * inputs * 512), y(sizeof(float) * outputs * 512);
-  const Linear linear{weight.as(), nullptr, table.leaves.data(), static_cast<int32_t>(table.leaves.size()), 1, inputs,
-                      outputs / 64};
-  std::printf("prefill %s [%d x %d], %zu leaves:", element == 2 ? "bf16" : "float32", outputs, inputs,
-              table.leaves.size());
-  for (const int tokens : {32, 128, 512}) {
-    std::vector<double> ratios, speeds;
-    for (int round = 0; round < 9; ++round) {
-      double operations = 0;
-      const double limit_time = best(3, [&] { operations = multiply(dtype, 30000); });
-      const double time = best(3, [&] {
-        (element == 2 ? linear_bf16 : linear_f32)(linear, x.as(), inputs, y.as<float>(), outputs, 0, tokens, 0,
-                                                  outputs / 64);
-      });
-      speeds.push_back(2.0 * tokens * outputs * inputs / time / 1e9);
-      ratios.push_back(speeds.back() / (operations / limit_time / 1e9));
-    }
-    std::sort(ratios.begin(), ratios.end());
-    std::sort(speeds.begin(), speeds.end());
-    std::printf("  %d: %.0f GFLOP/s, median ratio %.2f", tokens, speeds.back(), ratios[4]);
-  }
-  std::printf("\n");
-}
-
-void pack_speed() {
-  const int rows = 4096, columns = 2048;
-  Buffer tiles(size_t{4} * rows * columns), source(size_t{4} * rows * columns);
-  for (const Format weight : {Format::kBFloat16, Format::kFloat32}) {
-    for (const Dtype from : {Dtype::kBFloat16, Dtype::kFloat32}) {
-      const double time =
-          best(3, [&] { pack(tiles.as(), weight, columns, 0, rows, source.as(), from, columns, columns); });
-      std::printf("pack %s from %s: %.1f GB/s of source\n", weight == Format::kBFloat16 ? "bf16" : "float32",
-                  from == Dtype::kBFloat16 ? "bf16" : "float32",
-                  (from == Dtype::kBFloat16 ? 2.0 : 4.0) * rows * columns / time / 1e9);
-    }
-  }
-}
-
-void speeds(const std::string& only) {
-  for (const Dtype dtype : {Dtype::kBFloat16, Dtype::kFloat32}) {
-    if (!only.empty() && only != (dtype == Dtype::kBFloat16 ? "bf16" : "float32")) continue;
-    double operations = 0;
-    const double time = best(20, [&] { operations = multiply(dtype, 30000); });
-    std::printf("multiply %s: %.0f GFLOP/s\n", dtype == Dtype::kBFloat16 ? "bf16" : "float32", operations / time / 1e9);
-    prefill_speed(dtype, 4096, 1024, one_leaf(1024));
-    prefill_speed(dtype, 1024, 2048, one_leaf(2048));
-    prefill_speed(dtype, 1024, 2048, tree_of(16, 128));
-    prefill_speed(dtype, 1024, 3072, one_leaf(3072));
-    prefill_speed(dtype, 1024, 3072, tree_of(24, 128));
-    prefill_speed(dtype, 512, 25600, tree_of(200, 128));
-    decode_speed(dtype, 4096, 1024, one_leaf(1024));
-    decode_speed(dtype, 1024, 2048, tree_of(16, 128));
-    decode_speed(dtype, 6144, 1024, one_leaf(1024));
-    decode_speed(dtype, 1024, 3072, tree_of(24, 128));
-    decode_speed(dtype, 151936, 1024, one_leaf(1024));
-  }
-  if (only.empty() || only == "pack") pack_speed();
-}
-
 }  // namespace
 }  // namespace serried
 
 int main(int argc, char** argv) {
+  if (!serried::runs_here()) return serried::kSkipped;
   const std::string what = argc > 1 ? argv[1] : "";
   if (what != "speed") {  // with denormals
     serried::check_rounding();

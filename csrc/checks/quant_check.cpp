@@ -1,22 +1,14 @@
-// A developer's tool: the quantized linears of one instruction set against a reference, against themselves in every cut,
-// and against the limits of the machine. Built by hand, with the set's flags from CMakeLists.txt:
-//   g++ -std=c++20 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -Wall -Wextra -DSERRIED_avx2=1
-//       -DSERRIED_ISA_NAME='"avx2"' -mavx2 -mfma -mf16c -mbmi -mbmi2 csrc/checks/quant_check.cpp -o quant_check
-//   ./quant_check          checks, then speeds
-//   ./quant_check check    checks only;  ./quant_check speed: speeds only (of int8, int4, int4_min or blocks, if named)
+// A developer's tool: the quantized linears of one instruction set against a reference, and against themselves in every
+// cut. `make checks` builds and runs it for every set.
 #include "../kernels/pointwise.hpp"
-#include "linear_support.hpp"
+#include "isa.hpp"
+#include "linear_cuts.hpp"
 
 namespace serried {
 namespace {
 
-const char* name_of(Format format) {
-  return format == Format::kInt8 ? "int8" : format == Format::kInt4 ? "int4" : format == Format::kInt4Min ? "int4_min" : "bf16";
-}
-
 void run_linear(Format format, const Linear& linear, const void* x, int64_t x_stride, float* y, int64_t y_stride,
                 int t0, int t1, int o0, int o1) {
-  if (format == Format::kBFloat16) return linear_bf16(linear, x, x_stride, y, y_stride, t0, t1, o0, o1);
   if (format == Format::kInt8) return linear_quantized<Format::kInt8>(linear, x, x_stride, y, y_stride, t0, t1, o0, o1);
   if (format == Format::kInt4) return linear_quantized<Format::kInt4>(linear, x, x_stride, y, y_stride, t0, t1, o0, o1);
   linear_quantized<Format::kInt4Min>(linear, x, x_stride, y, y_stride, t0, t1, o0, o1);
@@ -66,29 +58,14 @@ struct Case {
               static_cast<int32_t>(table.leaves.size()), table.nodes, inputs, tiles};
   }
   Int8Row<char> row(int t) { return {x.as() + t * x_bytes, x_stride}; }
+  const char* name() const {
+    return format == Format::kInt8 ? "int8" : format == Format::kInt4 ? "int4" : "int4 with minimum";
+  }
   int64_t floats() const { return tokens * linear.nodes * y_stride; }
   void run(const Linear& what, float* y, int t0, int t1, int o0, int o1) {
     run_linear(format, what, x.as(), x_stride, y, y_stride, t0, t1, o0, o1);
   }
 };
-
-[[noreturn]] void fail(const char* what, const Case& c, int token, int node, int output, double got, double want) {
-  std::printf("FAILED %s: %s inputs %d outputs %d tokens %d leaves %zu nodes %d bias %d", what, name_of(c.format),
-              c.inputs, c.outputs, c.tokens, c.table.leaves.size(), c.table.nodes, c.with_bias);
-  std::printf("; at token %d node %d output %d: %.9g, not %.9g\n", token, node, output, got, want);
-  std::exit(1);
-}
-
-void same(const char* what, const Case& c, const float* got, const float* want) {
-  for (int64_t i = 0; i < c.floats(); ++i) {
-    if (std::memcmp(got + i, want + i, 4) == 0) continue;
-    const int64_t row = i / c.y_stride;
-    fail(what, c, static_cast<int>(row / c.linear.nodes), static_cast<int>(row % c.linear.nodes),
-         static_cast<int>(i % c.y_stride), got[i], want[i]);
-  }
-}
-
-constexpr float kUntouched = -12345.0f;
 
 float multiply_add(float a, float b, float c) {
 #if SERRIED_baseline
@@ -174,32 +151,8 @@ void check_reference(Case& c, const float* y) {
   }
 }
 
-void check_cuts(Case& c, const float* y) {
-  std::vector<float> other(c.floats(), kUntouched);
-  for (int t = 0; t < c.tokens; ++t) c.run(c.linear, other.data(), t, t + 1, 0, c.tiles);
-  same("tokens alone", c, other.data(), y);
-  for (int round = 0; round < 3; ++round) {
-    std::fill(other.begin(), other.end(), kUntouched);
-    for (int t = 0; t < c.tokens;) {
-      const int tokens = std::min(pick(1, 70), c.tokens - t);
-      for (int o = 0; o < c.tiles;) {
-        const int tiles = std::min(pick(1, 3), c.tiles - o);
-        c.run(c.linear, other.data(), t, t + tokens, o, o + tiles);
-        o += tiles;
-      }
-      t += tokens;
-    }
-    same("ranges", c, other.data(), y);
-  }
-}
-
 void check_case(Case&& c) {
-  std::vector<float> y(c.floats(), kUntouched);
-  c.run(c.linear, y.data(), 0, c.tokens, 0, c.tiles);
-  for (int64_t i = 0; i < c.floats(); ++i) {
-    const bool beyond = i % c.y_stride >= c.tiles * 64;
-    if (beyond && y[i] != kUntouched) fail("written beyond the tiles", c, 0, 0, static_cast<int>(i), y[i], kUntouched);
-  }
+  const auto y = whole(c);
   check_reference(c, y.data());
   check_cuts(c, y.data());
 }
@@ -226,8 +179,8 @@ void check_all() {
 }  // namespace
 }  // namespace serried
 
-int main(int argc, char** argv) {
-  const std::string what = argc > 1 ? argv[1] : "";
+int main() {
+  if (!serried::runs_here()) return serried::kSkipped;
   serried::begin_thread();
-  if (what != "speed") serried::check_all();
+  serried::check_all();
 }
