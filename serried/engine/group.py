@@ -8,6 +8,8 @@ from typing import Any
 from serried.config import EngineConfig, TorchrunWorld
 from serried.parallel.comm import Communicator
 
+STARTING = 60.0  # seconds that a rank may take to start, however impatient its peers are once they work
+
 
 def group_of_children(
     config: EngineConfig, fd: int, rank: int, watch: Callable[[], None] = lambda: None
@@ -17,7 +19,8 @@ def group_of_children(
     if config.backend == "native":
         from serried.parallel.shm import ShmComm
 
-        return ShmComm(fd, rank, size, timeout, config.allreduce_algorithm, watch=watch)
+        joining = max(timeout, STARTING)
+        return ShmComm(fd, rank, size, timeout, config.allreduce_algorithm, watch=watch, joining=joining)
     from serried.parallel.torch_comm import TorchComm, anonymous_store
 
     store = anonymous_store(fd, size)
@@ -35,5 +38,6 @@ def group_of_world(config: EngineConfig, world: TorchrunWorld) -> Communicator:
 
         shared: Any = store  # its stub says that it stores text; it stores bytes
         fd = share_memfd(shared, world.rank, world.size)
-        return ShmComm(fd, world.rank, world.size, timeout, config.allreduce_algorithm)
+        joining = max(timeout, STARTING)
+        return ShmComm(fd, world.rank, world.size, timeout, config.allreduce_algorithm, joining=joining)
     return TorchComm(store, world.rank, world.size, config.device, timeout, loopback=world.loopback)

@@ -88,8 +88,9 @@ class ShmComm:
 
     Takes numpy arrays or CPU torch tensors and gives back the same kind. `timeout`: seconds without any progress of
     a missing rank after which an operation fails; math.inf: none. `algorithm`: of all-reduces, "auto" for what
-    `table` says. `watch` (RankProcesses.check) is called now and then while the others are awaited. The memfd must be
-    new: it serves one world, once. Raises RankFailed where a rank does not join, ImportError without the extension.
+    `table` says. `watch` (RankProcesses.check) is called now and then while the others are awaited, for `joining`
+    seconds at most (None: `timeout`). The memfd must be new: it serves one world, once. Raises RankFailed where
+    a rank does not join, ImportError without the extension.
     """
 
     def __init__(
@@ -102,13 +103,14 @@ class ShmComm:
         table: AlgorithmTable = DEFAULT_TABLE,
         slot_bytes: int = SLOT_BYTES,
         watch: Callable[[], None] = lambda: None,
+        joining: float | None = None,
     ) -> None:
         core = importlib.import_module("serried._native._core")
         choose("all_reduce", 0, size, table, algorithm)  # a wrong name is said at once
         with _named_ranks(core.CommError):
             native = core.ShmComm(fd, rank, size, slot_bytes, timeout)
         self._setup(native, core.CommError, range(size), algorithm, table)
-        self._join(timeout, watch)
+        self._join(timeout if joining is None else joining, watch)
 
     def _setup(
         self, native: Any, error: type[Exception], names: Sequence[int], algorithm: str, table: AlgorithmTable

@@ -16,6 +16,7 @@ import pytest
 from ranks import HERE, Watch, start
 
 from serried.errors import InputError, RankFailed
+from serried.parallel import launch
 from serried.parallel.link import ChildLink, FrameReader, Kind, pack_frame
 
 
@@ -26,7 +27,8 @@ def test_frames_cut_anywhere() -> None:
     assert [(kind, len(body)) for kind, body in found] == [(0, 0), (0, 1), (0, 300), (1, 0)]
 
 
-def test_eight_ranks_hear_and_answer() -> None:
+def test_eight_ranks_hear_and_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "POLITE", 30.0)
     with start("link_worker", 8, do="echo") as ranks:
         watch = Watch(ranks.pids)
         ranks.wait_ready(30)
@@ -38,7 +40,7 @@ def test_eight_ranks_hear_and_answer() -> None:
         ranks.check()
         started = time.monotonic()
         ranks.close()
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 20  # they end by themselves
         assert not watch.survivors(0)
     ranks.close()
 

@@ -200,15 +200,15 @@ def test_a_stopped_rank_is_named(tiny: Models, victim: int, monkeypatch: pytest.
     """Alive but silent: --collective-timeout ends the wait; what is said is who, in which operation, for how long."""
     monkeypatch.setattr(launch, "POLITE", 0.2)  # for a stopped rank all patience is in vain
     monkeypatch.setattr(launch, "GRACE", 0.2)
-    llm = open_llm(tiny.directory("split-9-3"), 3, collective_timeout=0.8)
+    llm = open_llm(tiny.directory("split-9-3"), 3, collective_timeout=2.0)
     watch, pid = Watch(processes(llm).pids), processes(llm).pids[victim - 1]
     tokens(llm, PROMPTS[0])
     error, seconds = fail_while_running(llm, lambda: os.kill(pid, signal.SIGSTOP))
     assert error.rank == victim
     operations = ("all_reduce", "reduce_nodes", "all_gather", "gather")
     assert any(f"rank {victim}: {name} #" in str(error) for name in operations), str(error)
-    assert f"of ranks 0, 1, 2: no sign of rank {victim} within 0.8 s" in str(error)
-    assert 0.7 < seconds < 8
+    assert f"of ranks 0, 1, 2: no sign of rank {victim} within 2 s" in str(error)
+    assert 1.9 < seconds < 20
     assert not watch.survivors(0)
     llm.close()
 

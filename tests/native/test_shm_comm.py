@@ -141,6 +141,17 @@ def test_nothing_is_left() -> None:
     assert state() == at_first
 
 
+def test_a_rank_may_take_longer_to_start_than_to_answer() -> None:
+    def body(fd: int, rank: int) -> float:
+        time.sleep(0.6 * rank)
+        comm = ShmComm(fd, rank, 2, 0.3, joining=30)
+        total = float(comm.all_reduce(np.ones(1, np.float32))[0])
+        comm.close()
+        return total
+
+    assert in_threads(2, body) == [2.0, 2.0]
+
+
 def test_timings() -> None:
     def body(fd: int, rank: int) -> Any:
         comm = ShmComm(fd, rank, 2, 10)

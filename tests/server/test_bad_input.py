@@ -308,15 +308,14 @@ def test_a_bad_template(template: str, says: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_others_are_answered_while_a_template_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serried.text.template_process.SECONDS", 1.5)
+    monkeypatch.setattr("serried.text.template_process.SECONDS", 4)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with served(chat_template=loop) as server, httpx.Client(base_url=server.url, timeout=30) as http:
         chat = threading.Thread(target=lambda: http.post("/v1/chat/completions", json={"messages": HELLO}))
         chat.start()
         time.sleep(0.2)
-        start = time.monotonic()
         assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=20).status_code == 200
-        assert time.monotonic() - start < 1
+        assert chat.is_alive()
         chat.join()
 
 

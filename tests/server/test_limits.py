@@ -264,9 +264,7 @@ def test_a_client_that_leaves_ends_its_request(server: Served, path: str, stream
             while not server.engine.live:
                 time.sleep(0.01)
         assert server.engine.live
-    start = time.monotonic()
-    assert server.idle(2)
-    assert time.monotonic() - start < 1
+    assert server.idle(4)  # to its end it would take 7.5 s
     assert server.engine.generated < 1500
 
 
