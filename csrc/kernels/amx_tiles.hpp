@@ -34,6 +34,11 @@ template <int kSum, int kX, int kWeight>
 inline void multiply_add_bytes() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kX), "i"(kWeight));
 }
+// Signed bytes of x times unsigned ones, to int32.
+template <int kSum, int kX, int kWeight>
+inline void multiply_add_mixed() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kX), "i"(kWeight));
+}
 
 // tmm0 to tmm3: sums of `rows` tokens and 16 outputs. tmm4, tmm5: `rows` tokens of x, `x_bytes` each. tmm6, tmm7: weights
 // of 16 outputs, four bytes of k a row.

@@ -3,6 +3,7 @@
 //   linear_drive.hpp   the walk over tokens, tiles and leaves, for every set
 //   linear_vector.hpp  vector multiply-adds: bf16 and float32
 //   linear_amx.hpp     bf16 by AMX tiles; linear_amx_few.hpp: the same bits by vectors, for few tokens
+//   linear_quant.hpp   quantized weights by vectors; quant_amx_walk.hpp: by AMX tiles; quant_amx_few.hpp: of a batch
 //
 // An output element has one accumulator over ascending k inside a leaf, whatever the batch; the sums of leaves are
 // then added in float32 in the order that the leaf table states.
@@ -21,6 +22,7 @@
 
 #include "linear_amx.hpp"
 #include "linear_amx_few.hpp"
+#include "quant_amx_few.hpp"
 #include "quant_amx_walk.hpp"
 #endif
 
@@ -67,7 +69,12 @@ template <Format kFormat>
 void linear_quantized(const Linear& linear, const void* x, int64_t x_stride, float* y, int64_t y_stride,
                       int32_t token_begin, int32_t token_end, int32_t tile_begin, int32_t tile_end) {
 #if SERRIED_amx
-  if (tile_begin < tile_end && token_end - token_begin > linear_detail::kFewTokens) {
+  const int32_t tokens = token_end - token_begin;
+  if (tile_begin < tile_end && tokens >= linear_detail::amx::kFewBegin<kFormat>) {
+    if (tokens <= linear_detail::amx::kFewSets * linear_detail::amx::kRows) {
+      return linear_detail::amx::linear_quant_few<kFormat>(linear, x, x_stride, y, y_stride, token_begin, token_end,
+                                                           tile_begin, tile_end);
+    }
     using Walk = linear_detail::amx::QuantWalk<kFormat>;
     return Walk(linear, x, x_stride, y, y_stride, token_begin, token_end, tile_begin, tile_end).run();
   }

@@ -100,12 +100,12 @@ template <int M, int V>
   }
 }
 
-// Puts the sum of a whole leaf where it belongs. y_stride: floats between two tokens of one node.
-template <int M, int V>
+// Puts the sum of a whole leaf where it belongs. y_stride: floats between two tokens of one node. kSlot: tokens of a slot.
+template <int M, int V, int kSlot = M>
 [[gnu::always_inline]] inline void end_leaf(const Segment& s, int column, int64_t y_stride, Floats (&sum)[M][V]) {
   const float* below = s.slot + column;
   for (int32_t p = 0; p < s.pops; ++p) {
-    below -= M * kTile;
+    below -= kSlot * kTile;
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 16
@@ -120,7 +120,7 @@ template <int M, int V>
       for (int m = 0; m < M; ++m) sum[m][j] = Vec::add(sum[m][j], bias);
     }
   }
-  float* to = s.ends_node ? s.y + column : s.slot + column - s.pops * M * kTile;
+  float* to = s.ends_node ? s.y + column : s.slot + column - s.pops * kSlot * kTile;
   const int64_t to_stride = s.ends_node ? y_stride : int64_t{kTile};
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
@@ -130,10 +130,10 @@ template <int M, int V>
 }
 
 // last: of the segment; sums of an unfinished leaf wait in the slot.
-template <int M, int V>
+template <int M, int V, int kSlot = M>
 [[gnu::always_inline]] inline void end_sums(const Segment& s, int column, bool last, int64_t y_stride,
                                             Floats (&sum)[M][V]) {
-  if (last && s.ends_leaf) return end_leaf<M, V>(s, column, y_stride, sum);
+  if (last && s.ends_leaf) return end_leaf<M, V, kSlot>(s, column, y_stride, sum);
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 16

@@ -10,8 +10,11 @@ namespace {
 namespace linear_detail {
 
 constexpr int kSetTokens = kWide ? 6 : 4;
+#if SERRIED_amx
+constexpr int kMostSets = 2;  // more tokens go by tiles: see quant_amx_few.hpp
+#else
 constexpr int kMostSets = 4;
-// Up to which sets side by side, or vectors at all where there are tiles, are faster.
+#endif
 constexpr int32_t kFewTokens = kMostSets * kSetTokens;
 template <Format kFormat>
 constexpr bool kInSets = kWide && !kTakesWords<kFormat>;
