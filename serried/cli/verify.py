@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel-size",
         "-tp",
         type=integers("--tensor-parallel-size"),
-        help="the sizes to run, e.g. 1,2,4 (default 1,2; under torchrun, its world size)",
+        help="the sizes to run, e.g. 1,2,4 (default 1,2; a single size N: 1,N; under torchrun, its world size)",
     )
     parser.add_argument("--prompt", help="text, for a model that has a tokenizer")
     parser.add_argument("--prompt-ids", type=integers("--prompt-ids"), help="a prompt as token ids: 1,2,3")

@@ -43,7 +43,10 @@ QUANTIZED_SHARE = 0.25
 
 @dataclass(frozen=True)
 class VerifyJob:
-    """One config for each run, all of one model; the first is what the others are compared with."""
+    """One config for each run, all of one model; the first is what the others are compared with.
+
+    A single size, and damaged ones, are compared with the unsplit model, which is put before them.
+    """
 
     source: ModelSource
     configs: tuple[EngineConfig, ...]
@@ -74,6 +77,8 @@ class VerifyJob:
         if sizes is None:
             sizes = DEFAULT_SIZES if world is None else (world.size,)
         given = dict(options or {})
+        if world is None and 1 not in sizes and (len(sizes) == 1 or given.get("sabotage")):
+            sizes = (1, *sizes)  # there must be something unsplit, and undamaged, to compare with
         source = open_model(model, given.pop("revision", None), weights=given.get("load_format") != "dummy")
         ids = tuple(prompt_ids) if prompt_ids is not None else _prompt(source, prompt)
         if bad := [i for i in ids if not 0 <= i < source.config.vocab_size]:
@@ -86,7 +91,7 @@ class VerifyJob:
             **given,
         }
         configs = tuple(
-            resolve_backend(EngineConfig.create(source.location, **{**settings, "tensor_parallel_size": size}))
+            resolve_backend(EngineConfig.create(source.location, **{**settings, **_split(size, sizes, given)}))
             for size in sizes
         )
         for config in configs:
@@ -151,6 +156,12 @@ def reference_logits(job: VerifyJob, runs: Sequence[RunResult]) -> dict[tuple[in
     checkpoint.close()
     distinct = {tuple(run.tokens) for run in runs}
     return {tokens: reference.logits([*job.prompt, *tokens[:-1]]) for tokens in distinct}
+
+
+def _split(size: int, sizes: Sequence[int], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of one size. --tp-weights are those of the only split, and not of the unsplit run before it."""
+    weights = None if size == 1 and len(sizes) == 2 else given.get("tp_weights")
+    return {"tensor_parallel_size": size, "tp_weights": weights}
 
 
 def _prompt(source: ModelSource, text: str | None) -> tuple[int, ...]:

@@ -14,9 +14,12 @@ import pytest
 from tiny_models import Models, edited_json
 
 from serried.cli.main import main
+from serried.config import TorchrunWorld
+from serried.errors import InputError
 from serried.models.sabotage import in_rank_order
 from serried.parallel.comm import fold_nodes
 from serried.parallel.partition import ModelPartition
+from serried.verify.job import VerifyJob
 
 RUN_KEYS = {
     "tp", "ranks", "all_reduces_prefill", "collective_bytes_prefill", "max_abs_logit_diff", "bitwise_equal",
@@ -104,15 +107,41 @@ def test_dummy_weights(tiny: Models, tmp_path: Path, capfd: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("kind", ["skip-reduce", "swap-shards"])
-def test_damage_is_caught_against_the_reference_alone(
+def test_a_damaged_size_alone_is_held_against_the_unsplit_model(
     tiny: Models, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One size: there is no other run to differ from, but the reference, which shares no code, knows better."""
+    """And the reference, which shares no code, takes the unsplit run's side."""
     ran = verify(capfd, tiny.directory("split-4-1"), *FLOAT32, "-tp", "2", "--sabotage", kind, "--tokens", "4")
-    (run,) = ran.report["runs"]
-    assert (ran.code, ran.report["ok"]) == (1, False)
-    assert run["max_abs_logit_diff"] == 0
-    assert run["max_abs_diff_reference"] > 1e-2
+    whole, damaged = ran.report["runs"]
+    assert (ran.code, ran.report["ok"], whole["tp"], damaged["tp"]) == (1, False, 1, 2)
+    assert whole["max_abs_diff_reference"] < 1e-4
+    assert damaged["max_abs_logit_diff"] > 1e-2
+    assert damaged["max_abs_diff_reference"] > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        (["-tp", "3"], [1, 3]),
+        (["-tp", "2", "--tp-weights", "2,1"], [1, 2]),
+        (["-tp", "3,2"], [3, 2]),
+        (["-tp", "2,3", "--sabotage", "skip-reduce"], [1, 2, 3]),
+    ],
+)
+def test_what_the_first_run_is(
+    tiny: Models, words: list[str], sizes: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One size alone, or only damaged ones, have the unsplit model before them."""
+    ran = verify(capfd, tiny.directory("split-9-3"), *FLOAT32, *words, "--tokens", "2", "--no-reference")
+    assert [run["tp"] for run in ran.report["runs"]] == sizes
+    assert ran.code == ("--sabotage" in words)
+
+
+def test_one_damaged_world_needs_the_reference(tiny: Models) -> None:
+    world = TorchrunWorld(0, 2, 0, "127.0.0.1", 1)
+    options = {"sabotage": "skip-reduce", "dtype": "float32"}
+    with pytest.raises(InputError, match="--sabotage skip-reduce: there is nothing undamaged to compare with"):
+        VerifyJob.create(tiny.directory("split-9-3"), options=options, world=world, with_reference=False)
 
 
 def test_damage_is_caught_without_the_reference(tiny: Models, capfd: pytest.CaptureFixture[str]) -> None:
@@ -152,13 +181,12 @@ def test_nodes_in_rank_order(tiny: Models, capfd: pytest.CaptureFixture[str]) ->
         ("split-9-3", ["-tp", "1,2", "--sabotage", "double-bias"], ["--sabotage double-bias", "no bias"]),
         ("split-9-3", ["-tp", "1,2", "--sabotage", "rank-order"], ["--sabotage rank-order", "-tp 3"]),
         ("split-9-3", ["-tp", "1", "--sabotage", "skip-reduce"], ["--sabotage skip-reduce", "two ranks"]),
-        ("split-9-3", ["-tp", "2", "--sabotage", "skip-reduce", "--no-reference"], ["nothing undamaged"]),
         ("split-9-3", ["--sabotage", "skip-reduse"], ["--sabotage skip-reduse", "skip-reduce, swap-shards"]),
         ("split-9-3", ["-tp", "1,10"], ["--tensor-parallel-size 10", "9 query heads", "legal sizes are 1 to 9"]),
         ("llama-tied", ["-tp", "3"], ["--tensor-parallel-size 3", "legal sizes are 1 to 2"]),
         ("split-9-3", ["-tp", "0"], ["--tensor-parallel-size 0"]),
         ("split-9-3", ["-tp", "two"], ["--tensor-parallel-size two"]),
-        ("split-9-3", ["-tp", "1,2", "--tp-weights", "2,1"], ["--tp-weights 2,1"]),
+        ("split-9-3", ["-tp", "1,2,3", "--tp-weights", "2,1"], ["--tp-weights 2,1"]),
         ("split-9-3", ["--tokens", "0"], ["--tokens 0"]),
         ("split-9-3", ["--tolerance", "-1"], ["--tolerance -1"]),
         ("split-9-3", ["--tolerance", "nan"], ["--tolerance nan"]),
