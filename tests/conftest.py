@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 from tiny_models import Models
+
+# A shell without job control starts what runs in its background with SIGINT ignored, and so would be every process
+# that a test starts and then interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
