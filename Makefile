@@ -36,10 +36,10 @@ bench: $(DEMO)
 soak: $(DEMO) $(TESTS)
 	$(BIN)/python -m pytest -m soak --timeout 3600
 
-checks:
-	cmake -S . -B build/checks -DSERRIED_CHECKS=ON
-	cmake --build build/checks --parallel
-	ctest --test-dir build/checks --output-on-failure
+checks: $(TESTS)
+	$(BIN)/cmake -S . -B build/checks -DSERRIED_CHECKS=ON
+	$(BIN)/cmake --build build/checks --parallel
+	$(BIN)/ctest --test-dir build/checks --output-on-failure
 
 clean:
 	rm -rf $(VENV) build

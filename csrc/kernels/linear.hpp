@@ -70,7 +70,7 @@ void linear_quantized(const Linear& linear, const void* x, int64_t x_stride, flo
                       int32_t token_begin, int32_t token_end, int32_t tile_begin, int32_t tile_end) {
 #if SERRIED_amx
   const int32_t tokens = token_end - token_begin;
-  if (tile_begin < tile_end && tokens >= linear_detail::amx::kFewBegin<kFormat>) {
+  if (tile_begin < tile_end && tokens > linear_detail::kFewTokens<kFormat>) {
     if (tokens <= linear_detail::amx::kFewSets * linear_detail::amx::kRows) {
       return linear_detail::amx::linear_quant_few<kFormat>(linear, x, x_stride, y, y_stride, token_begin, token_end,
                                                            tile_begin, tile_end);

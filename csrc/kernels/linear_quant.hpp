@@ -112,7 +112,7 @@ void quant_by_vectors(const Linear& linear, const void* x, int64_t x_stride, flo
   if (token_begin >= token_end || tile_begin >= tile_end) return;
   const int32_t tokens = token_end - token_begin;
   if constexpr (kInSets<kFormat>) {
-    quant_sets<kFormat>(tokens <= kFewTokens ? tokens : even_rows(tokens, kSetTokens), linear, x, x_stride,
+    quant_sets<kFormat>(tokens <= kFewTokens<kFormat> ? tokens : even_rows(tokens, kSetTokens), linear, x, x_stride,
                         y, y_stride, token_begin, token_end, tile_begin, tile_end);
   } else {
     quant_vector<kFormat>(even_rows(tokens, kSetTokens), linear, x, x_stride, y, y_stride, token_begin, token_end,

@@ -10,20 +10,24 @@ namespace {
 namespace linear_detail {
 
 constexpr int kSetTokens = kWide ? 6 : 4;
+// On AMX more tokens go by tiles (see quant_amx_few.hpp), which are no faster for int8 while the memory is the limit.
+template <Format kFormat>
+constexpr int kMostSets =
 #if SERRIED_amx
-constexpr int kMostSets = 2;  // more tokens go by tiles: see quant_amx_few.hpp
+    kFormat == Format::kInt8 ? 2 : 1;
 #else
-constexpr int kMostSets = 4;
+    4;
 #endif
-constexpr int32_t kFewTokens = kMostSets * kSetTokens;
+template <Format kFormat>
+constexpr int32_t kFewTokens = kMostSets<kFormat> * kSetTokens;
 template <Format kFormat>
 constexpr bool kInSets = kWide && !kTakesWords<kFormat>;
 
 // Sets for a number of tokens: those that compute the fewest twice.
-constexpr int sets_for(int tokens) {
+constexpr int sets_for(int tokens, int most) {
   int best = (tokens + kSetTokens - 1) / kSetTokens;
   const auto rows = [=](int sets) { return (tokens + sets - 1) / sets * sets; };
-  for (int sets = best; sets <= kMostSets; ++sets)
+  for (int sets = best; sets <= most; ++sets)
     if (rows(sets) < rows(best)) best = sets;
   return best;
 }
@@ -80,7 +84,7 @@ struct SetsKernel : QuantGroup<kFormat, M, kVectors> {
 };
 
 // The instance for blocks of `tokens` tokens, a number known only now.
-template <Format kFormat, int kTokens = kFewTokens>
+template <Format kFormat, int kTokens = kFewTokens<kFormat>>
 void quant_sets(int32_t tokens, const Linear& linear, const void* x, int64_t x_stride, float* y, int64_t y_stride,
                 int32_t token_begin, int32_t token_end, int32_t tile_begin, int32_t tile_end) {
   if constexpr (kTokens > 1) {
@@ -89,7 +93,7 @@ void quant_sets(int32_t tokens, const Linear& linear, const void* x, int64_t x_s
                                               tile_begin, tile_end);
     }
   }
-  constexpr int kSets = sets_for(kTokens), M = (kTokens + kSets - 1) / kSets;
+  constexpr int kSets = sets_for(kTokens, kMostSets<kFormat>), M = (kTokens + kSets - 1) / kSets;
   SetsKernel<kFormat, M, kSets> kernel;
   kernel.tokens = tokens;
   drive_quantized(kernel, tokens, linear, x, x_stride, y, y_stride, token_begin, token_end, tile_begin, tile_end);

@@ -22,9 +22,6 @@ namespace {
 namespace linear_detail {
 namespace amx {
 
-// Tokens: fewer go by vectors, which are as fast for int8 as long as the memory is the limit.
-template <Format kFormat>
-constexpr int32_t kFewBegin = (kFormat == Format::kInt8 ? 2 : 1) * kSetTokens + 1;
 constexpr int32_t kFewSets = 3;  // of 16 tokens: more go by QuantWalk
 
 struct FewUnit {
@@ -281,7 +278,7 @@ void few_sets(const Linear& linear, const void* x, int64_t x_stride, float* y, i
   release();
 }
 
-// The instance for a number of tokens known only now, of kFewBegin to kFewSets * 16: kSets, then M, are sought downwards.
+// The instance for a number of tokens known only now, more than kFewTokens, at most kFewSets * 16: kSets, then M, are sought downwards.
 template <Format kFormat, int kSets = kFewSets, int M = kRows>
 void linear_quant_few(const Linear& linear, const void* x, int64_t x_stride, float* y, int64_t y_stride,
                       int32_t token_begin, int32_t token_end, int32_t tile_begin, int32_t tile_end) {
@@ -293,7 +290,7 @@ void linear_quant_few(const Linear& linear, const void* x, int64_t x_stride, flo
     }
   }
   // Of more sets, every other M: that is code enough.
-  constexpr int kStep = kSets == 1 ? 1 : 2, kLeast = kSets == 1 ? kFewBegin<kFormat> : (kSets - 1) * kRows / kSets + 1;
+  constexpr int kStep = kSets == 1 ? 1 : 2, kLeast = kSets == 1 ? kFewTokens<kFormat> + 1 : (kSets - 1) * kRows / kSets + 1;
   if constexpr (M - kStep >= kLeast) {
     if (tokens <= kSets * (M - kStep)) {
       return linear_quant_few<kFormat, kSets, M - kStep>(linear, x, x_stride, y, y_stride, token_begin, token_end,

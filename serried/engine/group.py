@@ -16,15 +16,15 @@ def group_of_children(
 ) -> Communicator:
     """The group of a process and its children, which share the memfd `fd`."""
     size, timeout = config.tensor_parallel_size, config.collective_timeout
+    joining = max(timeout, STARTING)
     if config.backend == "native":
         from serried.parallel.shm import ShmComm
 
-        joining = max(timeout, STARTING)
         return ShmComm(fd, rank, size, timeout, config.allreduce_algorithm, watch=watch, joining=joining)
     from serried.parallel.torch_comm import TorchComm, anonymous_store
 
     store = anonymous_store(fd, size)
-    return TorchComm(store, rank, size, config.device, timeout, loopback=True, watch=watch)
+    return TorchComm(store, rank, size, config.device, timeout, loopback=True, watch=watch, joining=joining)
 
 
 def group_of_world(config: EngineConfig, world: TorchrunWorld) -> Communicator:
@@ -32,12 +32,12 @@ def group_of_world(config: EngineConfig, world: TorchrunWorld) -> Communicator:
     from serried.parallel.torch_comm import TorchComm, join_torchrun
 
     store, timeout = join_torchrun(world), config.collective_timeout
+    joining = max(timeout, STARTING)
     if config.backend == "native":
         from serried.parallel.fd_share import share_memfd
         from serried.parallel.shm import ShmComm
 
         shared: Any = store  # its stub says that it stores text; it stores bytes
         fd = share_memfd(shared, world.rank, world.size)
-        joining = max(timeout, STARTING)
         return ShmComm(fd, world.rank, world.size, timeout, config.allreduce_algorithm, joining=joining)
-    return TorchComm(store, world.rank, world.size, config.device, timeout, loopback=world.loopback)
+    return TorchComm(store, world.rank, world.size, config.device, timeout, loopback=world.loopback, joining=joining)

@@ -31,10 +31,10 @@ class Store(Protocol):
 class Meeting:
     """A process group: opened when all are here, waited for with a deadline, and asked who is to blame.
 
-    `names`: the members' ranks in the world, for error messages. `timeout` (seconds): the deadline of joining
-    and of every operation. `open_group`: makes the process group, once all are here. `on_device`: its work goes
-    on after wait() has returned, and its abort() ends that. `watch`: called now and then while others are
-    awaited; may raise. Raises RankFailed where a rank does not join.
+    `names`: the members' ranks in the world, for error messages. `joining`, `timeout` (seconds): the deadline of
+    joining, and of every operation. `open_group`: makes the process group, once all are here. `on_device`: its
+    work goes on after wait() has returned, and its abort() ends that. `watch`: called now and then while others
+    are awaited; may raise. Raises RankFailed where a rank does not join.
     """
 
     def __init__(
@@ -46,11 +46,12 @@ class Meeting:
         open_group: Callable[[], Any],
         on_device: bool,
         watch: Callable[[], None],
+        joining: float,
     ) -> None:
         self.store, self.rank, self.names, self.timeout = store, rank, tuple(names), timeout
         self._on_device = on_device
         self._sequence = 0
-        self._group: Any = self._join(open_group, watch)
+        self._group: Any = self._join(open_group, watch, joining)
 
     def meet(self, operation: str, post: Callable[[Any], Any], peers: Sequence[int] | None = None) -> None:
         """Post one operation and wait for it; RankFailed after the deadline or where a peer is gone.
@@ -75,23 +76,23 @@ class Meeting:
         if group is not None and self._on_device:
             group.abort()  # shutdown would wait for a peer that is gone
 
-    def _join(self, open_group: Callable[[], Any], watch: Callable[[], None]) -> Any:
+    def _join(self, open_group: Callable[[], Any], watch: Callable[[], None], joining: float) -> Any:
         what = f"joining the group of {_ranks(self.names)}"
         try:
             self.store.set_timeout(timedelta(seconds=self.timeout))
             self.store.set(f"here/{self.rank}", "")
-            self._await_members(what, watch)
+            self._await_members(what, watch, joining)
             return open_group()
         except RuntimeError as error:
             raise RankFailed(self.names[self.rank], f"{what}: {first_line(error)}") from error
 
-    def _await_members(self, what: str, watch: Callable[[], None]) -> None:
+    def _await_members(self, what: str, watch: Callable[[], None], joining: float) -> None:
         """Wait until all are here: the process group's own wait can neither name the absent nor look around."""
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + joining
         while absent := [self.names[r] for r in self._unset("here", range(len(self.names)), LOOK_AROUND)]:
             watch()
             if time.monotonic() > deadline:
-                raise RankFailed(absent[0], f"{what}: no sign of {_ranks(absent)} within {self.timeout:g} s")
+                raise RankFailed(absent[0], f"{what}: no sign of {_ranks(absent)} within {joining:g} s")
 
     def _await_device(self, work: Any, deadline: float) -> None:
         """Wait on the host until the device has done the work.

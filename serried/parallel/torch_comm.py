@@ -78,8 +78,8 @@ class TorchComm:
     takes torch tensors on that device, or numpy arrays; gives back the same kind. `timeout` is
     the deadline of every operation in seconds. `loopback`: all ranks are on this machine, so bind to
     127.0.0.1 only. `names`: the members' ranks in the world, for error messages (default: 0, 1, ...).
-    `watch` (RankProcesses.check) is called now and then while the others are awaited. Raises RankFailed where a
-    rank does not join, and what `watch` raises.
+    `watch` (RankProcesses.check) is called now and then while the others are awaited, for `joining` seconds at most
+    (None: `timeout`). Raises RankFailed where a rank does not join, and what `watch` raises.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class TorchComm:
         loopback: bool = False,
         names: Sequence[int] | None = None,
         watch: Callable[[], None] = lambda: None,
+        joining: float | None = None,
     ) -> None:
         self.rank, self.size, self.counters = rank, size, Counters()
         self._device, self._store, self._loopback = torch.device(device), store, loopback
@@ -101,7 +102,9 @@ class TorchComm:
             return _nccl(store, rank, size, timeout) if on_device else _gloo(store, rank, size, timeout, loopback)
 
         members = range(size) if names is None else names
-        self._group = Meeting(store, rank, members, timeout, open_group, on_device, watch)
+        self._group = Meeting(
+            store, rank, members, timeout, open_group, on_device, watch, timeout if joining is None else joining
+        )
         self._subgroups = 0
 
     def all_reduce(self, x: Array) -> Array:

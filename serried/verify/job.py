@@ -91,8 +91,11 @@ class VerifyJob:
             **given,
         }
         configs = tuple(
-            resolve_backend(EngineConfig.create(source.location, **{**settings, **_split(size, sizes, given)}))
+            resolve_backend(
+                EngineConfig.create(source.location, **{**settings, "tensor_parallel_size": size, **unsplit})
+            )
             for size in sizes
+            for unsplit in [{"tp_weights": None} if size == 1 < max(sizes) else {}]
         )
         for config in configs:
             source.config.partition(config.weights)
@@ -156,12 +159,6 @@ def reference_logits(job: VerifyJob, runs: Sequence[RunResult]) -> dict[tuple[in
     checkpoint.close()
     distinct = {tuple(run.tokens) for run in runs}
     return {tokens: reference.logits([*job.prompt, *tokens[:-1]]) for tokens in distinct}
-
-
-def _split(size: int, sizes: Sequence[int], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of one size. --tp-weights are those of the only split, and not of the unsplit run before it."""
-    weights = None if size == 1 and len(sizes) == 2 else given.get("tp_weights")
-    return {"tensor_parallel_size": size, "tp_weights": weights}
 
 
 def _prompt(source: ModelSource, text: str | None) -> tuple[int, ...]:
